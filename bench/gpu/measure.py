@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from checkpoints import SHAPES, RandomSource, prefill_flop, share
 from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import VllmxError
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Device, Product
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+from vllmx_cuda.program.sampler import DeviceSampler, Draw
+from vllmx_cuda.program.staging import PARAMETERS, parameter
 from vllmx_models.families.qwen import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
@@ -52,6 +55,7 @@ class Scale:
     requests: int = 256
     new_tokens: int = 1024
     nodes: tuple[int, int] = (100, 300)
+    vocab: int = 151_936
     options: dict[str, Any] = field(
         default_factory=lambda: {
             "max_model_len": 40960,
@@ -72,6 +76,7 @@ REHEARSAL = Scale(
     3,
     4,
     (2, 4),
+    500,
     {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 24},
 )
 
@@ -133,6 +138,7 @@ def ceilings(bench: Bench) -> None:
     bench.note("copy_gb_s", 2 * size / copied / 1e9)
     bench.note("bf16_tflop_s", 2 * n**3 / multiplied / 1e12)
     bench.note("node_us", _node_s(device, source, target, bench.scale.nodes) * 1e6)
+    bench.note("launch_us", _launch_s(device, source, target, bench.scale.nodes[1]) * 1e6)
     device.close()
 
 
@@ -151,6 +157,55 @@ def _node_s(device: Device, source: Memory, target: Memory, nodes: tuple[int, in
     device.synchronize()
     few, many = (device.capture(partial(enqueue, count)) for count in nodes)
     return (_device_s(device, many.launch) - _device_s(device, few.launch)) / (nodes[1] - nodes[0])
+
+
+def _launch_s(device: Device, source: Memory, target: Memory, count: int) -> float:
+    """Host seconds of a launch without a graph."""
+    variant = KERNELS["scale"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=1)
+    arguments = variant.kernel.ordered(x=source, y=target, count=16, factor=1.0)
+    begin = time.perf_counter()
+    for _ in range(count):
+        device.launch(variant, {"count": 16}, arguments)
+    return (time.perf_counter() - begin) / count
+
+
+def sampler(bench: Bench) -> None:
+    """Microseconds of a draw by the kind of its rows, and by the model of bytes and nodes."""
+    rows_of: dict[Draw, SamplingRows] = {
+        "greedy": sampling_rows(1),
+        "few": sampling_rows(1, temperature=0.6, top_k=20, top_p=0.95),
+        "any": sampling_rows(1, temperature=0.6, top_p=0.95),
+    }
+    vocab, most = bench.scale.vocab, bench.scale.first[-1][0]
+    device = bench.open_device()
+    logits, ids = device.empty(4 * vocab * most), device.empty(4 * most)
+    random = np.random.default_rng(0).standard_normal(vocab).astype(np.float32) * 3
+    packed = device.pinned(4 * vocab)
+    packed[...] = random.view(np.uint8)
+    for row in range(most):
+        device.upload(logits.at(4 * vocab * row), packed)
+    made = DeviceSampler(device, vocab, most, ids)
+    for count in sorted({1, most}):
+        for draw, rows in rows_of.items():
+            placed = {}
+            for name in PARAMETERS:
+                values = np.repeat(parameter(rows, name), count)
+                pinned = device.pinned(values.nbytes)
+                pinned[...] = values.view(np.uint8)
+                placed[name] = device.empty(values.nbytes)
+                device.upload(placed[name], pinned)
+            device.synchronize()
+            step: Any = SimpleNamespace(parameters=placed)
+            enqueue = partial(made.enqueue_ids, logits, step, count, draw)
+            enqueue()
+            graph = device.capture(enqueue)
+            found = {"us": _device_s(device, graph.launch) * 1e6}
+            passes, nodes = {"any": (4, 6)}.get(draw, (1, 2))
+            if bench.ceilings:
+                found["model_us"] = passes * 4 * vocab * count / bench.ceilings["copy_gb_s"] / 1e3
+                found["model_us"] += nodes * bench.ceilings["node_us"]
+            bench.note(f"{draw} x {count}", found)
+    device.close()
 
 
 def _fill(device: Device, memory: Memory) -> None:
@@ -324,6 +379,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "0.6b bf16": model("0.6b", "bf16"),
     "8b bf16": model("8b", "bf16"),
     "256 x 1024 on 0.6b": throughput,
+    "sampler": sampler,
     "8b q4_k_m": model("8b", "q4_k_m"),
     "8b fp8 blocks": model("8b", "fp8 blocks"),
     "8b fp8": model("8b", "fp8"),

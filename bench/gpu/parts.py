@@ -120,7 +120,7 @@ def _watched_wgmma(tool: str) -> Part:
 
 NCU = (
     "ncu",
-    "--kernel-id=::regex:^(linear_mma|paged_decode_mma|sample_threshold)$:1",
+    "--kernel-id=::regex:^(linear_mma|paged_decode_mma|sample_candidates)$:1",
     "--section=SpeedOfLight",
     "--section=WarpStateStats",
     "--section=MemoryWorkloadAnalysis",
@@ -135,6 +135,7 @@ FIRST = (
     figure("256 x 1024 on 0.6b", 50, 40, kept=True),
     # never ran on a GPU: what may hang or take the context along is in a process of its own
     Part("wgmma", 30, 15, ("wgmma.py",)),
+    figure("sampler", 15, 8),
     figure("8b q4_k_m", 40, 20),
     figure("8b fp8 blocks", 40, 20),
     Part("ncu", 30, 15, ("profiled.py",), tool=NCU),

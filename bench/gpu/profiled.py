@@ -3,7 +3,7 @@
     ncu ... python bench/gpu/profiled.py [--rehearse]
 
 Two layers of Qwen3-0.6B's shape with its whole vocabulary, a context of 1,024, and the sampling
-that Qwen3 asks for, so that linear_mma, paged_decode_mma and sample_threshold all run.
+that Qwen3 asks for, so that linear_mma, paged_decode_mma and sample_candidates all run.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ EAGER = (
     "TestCuda::test_op[gated_act: gelu, width 33]",
     "TestCuda::test_op[gate: sigmoid, 20 for 80]",
     "TestCuda::test_op[gate: tanh, 33 for 33]",
+    "TestCuda::test_op[scale_at: 48 of 80]",
     "TestCuda::test_op[scale_by: 20 for 80]",
     "TestCuda::test_op[clip: 48 and 16 and 8]",
     "TestCuda::test_op[logits: softcap 2.5, tied]",

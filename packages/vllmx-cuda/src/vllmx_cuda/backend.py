@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.hidden import Hidden, hidden_of, shared_matrices
 from vllmx_core.communicator import Communicator
 from vllmx_core.dtypes import choose_dtype
 from vllmx_core.kv_dtypes import kv_dtype
@@ -14,6 +15,7 @@ from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.map import tie_key
 from vllmx_core.weights.part import WeightSource
 
 from vllmx_cuda.device.arch import capability
@@ -24,6 +26,7 @@ from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.loading.tuning import Tunable, tune
 from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
+from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.program.attention_ops import wants_wgmma
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, lower
@@ -73,7 +76,6 @@ class CudaBackend:
         return NAME
 
     def supports(self, op: Op) -> bool:
-        """See `vllmx_core.backend.Backend.supports`."""
         return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
@@ -95,7 +97,6 @@ class CudaBackend:
             device.close()
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
-        """See `vllmx_core.backend.Backend.load`."""
         wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
         place = _place_of(options.communicator) if options.communicator else 0
         device = self._open_device() if self._open_device else _open_gpu(place)
@@ -149,11 +150,14 @@ def _load(
         sizes.weights,
         device,
         products.work,
+        shared_matrices(options.hidden),
         progress=options.progress,
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
-    lowering = _lowering(model, device, sizes, weights, products, wgmma=wgmma, ranks=ranks)
+    lowering = _lowering(
+        model, device, sizes, weights, products, options.hidden, wgmma=wgmma, ranks=ranks
+    )
     tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
     last_ids = device.zeros(4 * sizes.max_rows["L"])
     result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
@@ -183,7 +187,14 @@ def _load(
     tunables = lowering.take_tunables(sizes.max_rows)
     if tower is not None:
         tunables += tower.take_tunables()
-    return CudaLoadedModel(info, program, tower), tunables
+    matrices = {
+        tie_key(spec): matrix.segments
+        for spec in sizes.specs
+        if isinstance(matrix := weights[spec.name], Matrix)
+    }
+    hidden = hidden_of(model.shape, lowering.features, matrices)
+    cache = lowering.pages, lowering.states
+    return CudaLoadedModel(info, program, cache, tower, hidden), tunables
 
 
 def _join(model: Model, options: LoadOptions, device: Device, dtype: str) -> DeviceRanks:
@@ -198,11 +209,13 @@ def _lowering(
     sizes: LoadSizes,
     weights: Mapping[str, Weight],
     products: ProductScratch,
+    hidden: Hidden | None,
     *,
     wgmma: bool,
     ranks: DeviceRanks | None,
 ) -> Lowering:
-    """Allocates the caches and buffers that the launches use."""
+    """Allocates the caches and buffers that the launches use, but for the store of a target."""
+    features = [device.zeros(4 * rows * width) for rows, width in sizes.features]
     return Lowering(
         device,
         sizes.dtype,
@@ -218,7 +231,7 @@ def _lowering(
         products,
         sizes.max_rows["T"],
         wgmma,
-        features=[device.zeros(4 * rows * width) for rows, width in sizes.features],
+        features=features if hidden is None else hidden.parts,
         ranks=ranks,
     )
 
@@ -240,7 +253,7 @@ def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
         num_state_slots=sizes.kv.states.num_slots,
         state_slot_bytes=sizes.kv.states.slot_bytes,
         keeps_states_after=True,
-        num_feature_rows=sizes.features[0][0] if sizes.features else 0,
+        num_feature_rows=0 if sizes.tower is None else sizes.features[0][0],
         encodes_in_parts=sizes.tower is not None,
         details={
             "architecture": device.info.arch,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
-from vllmx_core.backend import LoadedInfo
+from vllmx_core.backend import LoadedInfo, MovableCache
+from vllmx_core.backend_kit.hidden import Hidden
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
 from vllmx_cuda.device.device import Event
+from vllmx_cuda.program.kv_cache import LayerPages, LayerStates
+from vllmx_cuda.program.moving import CudaRows, block_spans, slot_spans
 from vllmx_cuda.program.program import PlacedStep, Program
 from vllmx_cuda.program.sampler import Sampled
 from vllmx_cuda.program.tower import Tower
@@ -23,11 +27,21 @@ class CudaLoadedModel:
     """`vllmx_core.backend.SeeingModel`. At most two steps are in flight.
 
     Args:
+        cache: pages and states of the program.
         tower: the image encoder, if the model has one.
     """
 
-    def __init__(self, info: LoadedInfo, program: Program, tower: Tower | None = None) -> None:
+    def __init__(
+        self,
+        info: LoadedInfo,
+        program: Program,
+        cache: tuple[Sequence[LayerPages], Sequence[LayerStates]],
+        tower: Tower | None = None,
+        hidden: Hidden | None = None,
+    ) -> None:
+        self._hidden = hidden
         self._info = info
+        self._cache = cache
         self._tower = tower
         self._passes: list[Span] = []
         """Passes of the tower, or parts of them, since the last step."""
@@ -36,8 +50,21 @@ class CudaLoadedModel:
         self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.recorded.steps.samples)
 
     @property
+    def hidden(self) -> Hidden | None:
+        """See `vllmx_core.backend.HasHidden`."""
+        return self._hidden
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
+
+    @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`."""
+        pages, states = self._cache
+        blocks = CudaRows(block_spans(pages, self._info.num_kv_blocks), self._device)
+        slots = CudaRows(slot_spans(states), self._device) if states else None
+        return MovableCache(blocks, slots, in_host_memory=False)
 
     def capture(self, limit_s: float, *, progress: bool = False) -> None:
         """See `Program.capture_buckets`."""
@@ -59,7 +86,6 @@ class CudaLoadedModel:
         return step
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
-        """See `vllmx_core.backend.SeeingModel.encode`."""
         assert self._tower is not None, "the model sees no images"
         with self._device.faults():
             self._device.activate()
@@ -123,6 +149,8 @@ class CudaLoadedModel:
             self._device.synchronize()
         self._in_flight.close()
         self._program = self._tower = None
+        self._hidden = None
+        self._cache = (), ()
         self._passes.clear()
         self._device.close()
 
@@ -160,10 +188,8 @@ class CudaStep:
         return self._sampled.read()
 
     def sample(self, rows: SamplingRows) -> CudaStep:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
         self._owner.sample(self, rows)
         return self
 
     def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
         return self._owner.read(self)

@@ -13,12 +13,16 @@ from vllmx_core.model import Array, AttentionSpec, Ops, StepInputs, Weight
 from vllmx_core.recorded.recording import record
 
 from vllmx_testing.harness import (
+    LONG_CONTEXT,
     PAGE,
     VOCAB,
     Harness,
     all_logprobs,
     load_options,
+    long_steps,
     mixed_steps,
+    whole_rows,
+    with_nan,
 )
 from vllmx_testing.plans import Row, make_plan
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
@@ -40,10 +44,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qk norm": {"norms": True},
     "qk norm eps": {"norms": True, "norm_eps": 0.4},
     "qk norm and rope": {"norms": True, "rotary_dim": 16, "num_kv_heads": 2},
+    "rope and qk norm": {
+        "norms": True,
+        "norm_last": True,
+        "norm_eps": 0.1,
+        "rotary_dim": 8,
+        "num_kv_heads": 2,
+    },
     "window 1": {"window": 1},
     "window 5": {"window": 5},
     "window of a page": {"window": PAGE, "num_kv_heads": 2},
     "window 23": {"window": 23, "rotary_dim": 16},
+    "chunks of 5": {"window": 5, "chunked": True},
+    "chunks of 23": {"window": 23, "chunked": True, "num_kv_heads": 2, "rotary_dim": 16},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
     "scale": {"scale": 1.0},
@@ -128,10 +141,7 @@ class AttentionChecks(Harness):
     def test_attention_both_ways(self) -> None:
         """Rows without a causal mask come whole."""
         model, source = attention_model(causal=False, num_kv_heads=2, rotary_dim=16)
-        random = np.random.default_rng(1)
-        texts = [random.integers(0, VOCAB, length).tolist() for length in (1, 20, 33)]
-        rows = [Row(text, 0, [3 * i, 3 * i + 2, 3 * i + 1], "all") for i, text in enumerate(texts)]
-        self.compare(model, source, [rows, rows[:1]])
+        self.compare(model, source, whole_rows())
 
     @pytest.mark.parametrize("features", SPANS.values(), ids=SPANS.keys())
     def test_spans(self, features: dict[str, Any]) -> None:
@@ -151,7 +161,7 @@ class AttentionChecks(Harness):
         limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
         self.compare(model, source, steps, **limits)
 
-    @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8"])
+    @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8", "q8,q4"])
     def test_spans_are_exact(self, kv_dtype: str) -> None:
         """No bit depends on where chunks end, or on who else is in the step."""
         if not self.exact_batches or kv_dtype not in self.kv_dtypes:
@@ -200,18 +210,7 @@ class AttentionChecks(Harness):
     def test_long_context(self, features: dict[str, Any]) -> None:
         """Chunks and decodes at a context of more than a thousand tokens."""
         model, source = attention_model(num_kv_heads=2, rotary_dim=16, **features)
-        text = np.random.default_rng(2).integers(0, VOCAB, 1101).tolist()
-        blocks = np.random.default_rng(3).permutation(72).tolist()
-        short = [Row([4], position, [100], "last") for position in range(4)]
-        steps = [
-            [Row(text[:600], 0, blocks, "last"), short[0]],
-            [Row(text[600:1099], 600, blocks, "all"), short[1]],
-            [short[2], Row(text[1099:1100], 1099, blocks)],
-            [short[3], Row(text[1100:], 1100, blocks)],
-        ]
-        self.compare(
-            model, source, steps, max_model_len=1200, num_kv_blocks=128, max_num_batched_tokens=1024
-        )
+        self.compare(model, source, long_steps(1101, 600), **LONG_CONTEXT)
 
     def test_blocks_are_shared_and_handed_on(self) -> None:
         """Two rows read one prefix; later another row owns its blocks."""
@@ -228,10 +227,7 @@ class AttentionChecks(Harness):
     def test_what_a_page_held_before_does_not_leak(self) -> None:
         """A row with NaN breaks alone; who gets its blocks next sees nothing of it."""
         model, source = attention_model(num_kv_heads=2, rotary_dim=16)
-        table = np.array(source.part("embed.weight").dequantize())
-        table[13] = np.nan
-        arrays = {name: source.part(name).dequantize() for name in source.names()}
-        source = ArraySource(arrays | {"embed.weight": table})
+        source = with_nan(source)
         random = np.random.default_rng(5)
         text = [token for token in random.integers(0, VOCAB, 40).tolist() if token != 13]
         fresh = [[Row(text[:19], 0, [3, 5], "all")], [Row(text[19:20], 19, [3, 5])]]

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend import LoadedInfo, LoadOptions, MovableCache
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.cache.groups import blocks_of, cache_layout, longest_sequence
 from vllmx_core.errors import CapacityError
@@ -71,7 +71,6 @@ class FakeStep:
         self.hang_s = 0.0
 
     def sample(self, rows: SamplingRows) -> FakeStep:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
         with self._owner.in_flight.sampling(self, rows):
             self.draw(rows)
         return self
@@ -176,8 +175,12 @@ class FakeLoadedModel:
         return self._info
 
     @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`."""
+        return self._memory.movable(lambda: None)
+
+    @property
     def closed(self) -> bool:
-        """True after `close`."""
         return self.in_flight.closed
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
@@ -190,7 +193,6 @@ class FakeLoadedModel:
         return step
 
     def forward(self, plan: StepPlan) -> FakeStep:
-        """See `vllmx_core.backend.LoadedModel.forward`."""
         self.in_flight.check_room(plan)
         step = self._enqueue(plan)
         self.in_flight.add_unsampled(step, plan)

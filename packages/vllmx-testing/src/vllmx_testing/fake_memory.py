@@ -3,7 +3,11 @@ for each state slot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from vllmx_core.backend import MovableCache
+from vllmx_core.backend_kit.host_rows import HostRows
 from vllmx_core.plan import I32, U64, StepPlan
 
 from vllmx_testing.fake_rules import STATE_GROUP, advance, entries, position_weights
@@ -37,6 +41,11 @@ class FakeMemory:
         self._prefix = np.full(num_pages, _POISON)  # (blocks, P)
         self.states = np.full(num_states, _POISON)  # (slots,)
         self._weights = position_weights(1024)
+
+    def movable(self, settle: Callable[[], None]) -> MovableCache:
+        """Pages and states as rows; see `vllmx_core.backend.HasMovableCache`."""
+        states = HostRows([self.states], settle) if self.states.size else None
+        return MovableCache(HostRows([self.pages, self._prefix], settle), states, False)
 
     def pass_through(self, plan: StepPlan, tokens: I32) -> U64:
         """Takes the tokens of a step in. Returns (L,) what came up to each logit row's token, as

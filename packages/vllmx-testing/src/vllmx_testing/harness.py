@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
+from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.kv_dtypes import KV_DTYPES
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, LogprobRows, StepPlan
 from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.weights.part import WeightSource
 
-from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.plans import Row, Wanted, make_plan, sampling_rows
+from vllmx_testing.synthetic import ArraySource
 
 VOCAB = 19
 """Vocabulary of most synthetic models: all log-probabilities of a row fit into 20."""
@@ -84,9 +87,52 @@ class Harness:
                     got, expected, rtol=0, atol=limit, err_msg=f"{what} of step {number}"
                 )
 
+    def check_chunks(self, model: Model, source: WeightSource, *, end: int) -> None:
+        """Asserts equal bits of a text of 400 tokens as a whole and in chunks of 7, `end` - 7 and
+        single tokens, with a mate."""
+        text = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
+        mate = Row([3, 1, 4, 1, 5], 0, [29], "all")
+        blocks = list(range(30, 60))
+        limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
+        with self.loaded(model, source, **limits) as loaded:
+
+            def run(*rows: Row) -> F32:
+                return all_logprobs(loaded, make_plan(rows, PAGE), VOCAB)
+
+            whole = run(Row(text, 0, list(range(29)), "all"))
+            parts = [run(Row(text[:7], 0, blocks, "all"))]
+            parts.append(run(mate, Row(text[7:end], 7, blocks, "all"))[5:])
+            parts += [run(Row(text[i : i + 1], i, blocks), mate)[:1] for i in range(end, 400)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+    def check_leaks(self, model: Model, source: WeightSource, **options: Any) -> None:
+        """Asserts that a row with NaN breaks alone and that the next owner of its blocks sees
+        nothing of it."""
+        text = np.random.default_rng(5).integers(0, 13, 20).tolist()
+        fresh = [[Row(text[:19], 0, [3, 5], "all")], [Row(text[19:], 19, [3, 5])]]
+        found = []
+        for broken in (True, False):
+            with self.loaded(model, with_nan(source), **options) as loaded:
+                if broken:
+                    ids = self.step_ids(loaded, [Row([13] * 40, 0, [5, 3, 7]), Row([1, 2], 0, [9])])
+                    assert ids[0] < 0 <= ids[1]
+                found.append([self.step_ids(loaded, rows) for rows in fresh])
+        assert found[0] == found[1]
+
+    def lacks(self, op: str, make: Callable[[], tuple[Model, WeightSource]]) -> bool:
+        """True for a backend without the op, which a model of `make` needs; then it must say so by
+        name."""
+        if op not in self.missing_ops:
+            return False
+        with (
+            pytest.raises(UnsupportedOpError, match=f"needs the op '{op}"),
+            self.loaded(*make()),
+        ):
+            pass
+        return True
+
     @staticmethod
     def step_ids(loaded: LoadedModel, rows: Sequence[Row]) -> list[int]:
-        """Greedy ids of one step."""
         plan = make_plan(rows, loaded.info.block_size)
         result = loaded.step(plan, sampling_rows(plan.num_logit_rows)).result()
         return [int(token) for token in result.ids]
@@ -140,6 +186,40 @@ def mixed_steps(seed: int = 0, vocab_size: int = VOCAB, page: int = PAGE) -> lis
         [row(3, 18, 20), row(1, page + 4, 3 * page + 8), row(0, 4, 5)],
         [row(1, len(second) - 1, len(second)), row(3, 20, 21)],
     ]
+
+
+def whole_rows() -> list[list[Row]]:
+    """Texts of one step each, for attention without a causal mask."""
+    random = np.random.default_rng(1)
+    texts = [random.integers(0, VOCAB, length).tolist() for length in (1, 20, 33)]
+    rows = [Row(text, 0, [3 * i, 3 * i + 2, 3 * i + 1], "all") for i, text in enumerate(texts)]
+    return [rows, rows[:1]]
+
+
+LONG_CONTEXT: dict[str, Any] = {
+    "max_model_len": 1200, "num_kv_blocks": 128, "max_num_batched_tokens": 1024,
+}  # fmt: skip
+"""Limits for `long_steps`."""
+
+
+def long_steps(length: int, cut: int, picks: Wanted = "all") -> list[list[Row]]:
+    """A text in two chunks, parted at `cut`, and two decodes, next to a row of another one."""
+    text, last = np.random.default_rng(2).integers(0, VOCAB, length).tolist(), length - 1
+    blocks = np.random.default_rng(3).permutation(72).tolist()
+    short = [Row([4], position, [100], "last") for position in range(4)]
+    return [
+        [Row(text[:cut], 0, blocks, "last"), short[0]],
+        [Row(text[cut : last - 1], cut, blocks, picks), short[1]],
+        [short[2], Row(text[last - 1 : last], last - 1, blocks)],
+        [short[3], Row(text[last:], last, blocks)],
+    ]
+
+
+def with_nan(source: WeightSource) -> ArraySource:
+    """The weights with NaN as the embedding of token 13."""
+    arrays = {name: np.array(source.part(name).dequantize()) for name in source.names()}
+    arrays["embed.weight"][13] = np.nan
+    return ArraySource(arrays)
 
 
 def load_options(dtype: str, options: dict[str, Any]) -> LoadOptions:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
-from vllmx_core.errors import ConfigError, UnsupportedOpError
-from vllmx_core.kv_dtypes import LIMITS
+from vllmx_core.errors import ConfigError
+from vllmx_core.kv_dtypes import CODED
 from vllmx_core.model import Array, LatentSpec, Ops, StepInputs, Weight
 
-from vllmx_testing.harness import PAGE, VOCAB, Harness, all_logprobs, mixed_steps
-from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.harness import LONG_CONTEXT, VOCAB, Harness, long_steps, mixed_steps
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -92,20 +90,8 @@ class LatentChecks(Harness):
         if self._lacks_latents():
             return
         model, source = latent_model(rank=48)
-        last = self.latent_context - 1
-        text = np.random.default_rng(2).integers(0, VOCAB, last + 1).tolist()
-        blocks = np.random.default_rng(3).permutation(72).tolist()
-        short = [Row([4], position, [100], "last") for position in range(4)]
-        middle = last // 2
-        steps = [
-            [Row(text[:middle], 0, blocks, "last"), short[0]],
-            [Row(text[middle : last - 1], middle, blocks, "all"), short[1]],
-            [short[2], Row(text[last - 1 : last], last - 1, blocks)],
-            [short[3], Row(text[last:], last, blocks)],
-        ]
-        self.compare(
-            model, source, steps, max_model_len=1200, num_kv_blocks=128, max_num_batched_tokens=1024
-        )
+        steps = long_steps(self.latent_context, (self.latent_context - 1) // 2)
+        self.compare(model, source, steps, **LONG_CONTEXT)
 
     @pytest.mark.parametrize("kv", ["bf16", "f16", "f32"])
     def test_latents_in_other_caches(self, kv: str) -> None:
@@ -114,7 +100,7 @@ class LatentChecks(Harness):
             limit = self.tolerance if kv == "f32" else 0.05
             self.compare(*latent_model(), mixed_steps(), tolerance=limit, kv_cache_dtype=kv)
 
-    @pytest.mark.parametrize("kv", LIMITS)
+    @pytest.mark.parametrize("kv", CODED)
     def test_latents_are_no_codes(self, kv: str) -> None:
         if kv not in self.kv_dtypes or self._lacks_latents():
             return
@@ -132,46 +118,11 @@ class LatentChecks(Harness):
         if self._lacks_latents():
             return
         model, source = latent_model(num_heads=9, rank=80)
-        text = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
-        mate = Row([3, 1, 4, 1, 5], 0, [29], "all")
-        blocks = list(range(30, 60))
-        limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
-        with self.loaded(model, source, **limits) as loaded:
-
-            def run(*rows: Row) -> Any:
-                return all_logprobs(loaded, make_plan(rows, PAGE), VOCAB)
-
-            whole = run(Row(text, 0, list(range(29)), "all"))
-            parts = [run(Row(text[:7], 0, blocks, "all"))]
-            parts.append(run(mate, Row(text[7:380], 7, blocks, "all"))[5:])
-            parts += [run(Row(text[i : i + 1], i, blocks), mate)[:1] for i in range(380, 400)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
+        self.check_chunks(model, source, end=380)
 
     def test_latents_that_a_page_held_before_do_not_leak(self) -> None:
-        """A row with NaN breaks alone; who gets its blocks next sees nothing of it."""
-        if self._lacks_latents():
-            return
-        model, source = latent_model()
-        arrays = {name: np.array(source.part(name).dequantize()) for name in source.names()}
-        arrays["embed.weight"][13] = np.nan
-        text = np.random.default_rng(5).integers(0, 13, 20).tolist()
-        fresh = [[Row(text[:19], 0, [3, 5], "all")], [Row(text[19:], 19, [3, 5])]]
-        found = []
-        for broken in (True, False):
-            with self.loaded(model, ArraySource(arrays)) as loaded:
-                if broken:
-                    ids = self.step_ids(loaded, [Row([13] * 40, 0, [5, 3, 7]), Row([1, 2], 0, [9])])
-                    assert ids[0] < 0 <= ids[1]
-                found.append([self.step_ids(loaded, rows) for rows in fresh])
-        assert found[0] == found[1]
+        if not self._lacks_latents():
+            self.check_leaks(*latent_model())
 
     def _lacks_latents(self) -> bool:
-        """True for a backend without the op; then it must say so by name."""
-        if "latent_attention" not in self.missing_ops:
-            return False
-        with (
-            pytest.raises(UnsupportedOpError, match="needs the op 'latent_attention'"),
-            self.loaded(*latent_model()),
-        ):
-            pass
-        return True
+        return self.lacks("latent_attention", latent_model)

@@ -27,8 +27,13 @@ from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import KVSpec, LatentKV, Model, SharedKV, StateSpec
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.compress import Compress
+from vllmx_core.ops.compressed_attention import CompressedAttention
+from vllmx_core.ops.hyper_connections import HyperWrite
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.route import Route
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.plan import F32
 from vllmx_core.plugins.registry import load_registry
@@ -37,10 +42,12 @@ from vllmx_core.recorded.recording import record
 from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.reference.formulas import Floats
 from vllmx_core.weights.map import name_in
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_testing.synthetic import ArraySource
-from vllmx_testing.tensor_shapes import tensor_shapes
+
+Shape = tuple[int, ...]
 
 MAX_MODEL_LEN = 192
 PAGE = 16
@@ -95,14 +102,21 @@ class ModelSuite:
 
     def test_attention_layers_match_the_kv_cache(self) -> None:
         model = self.make_model(dict(self.config))
-        kinds = (Attention, LatentAttention)
-        layers = [op for op in record(model, MAX_MODEL_LEN).steps.ops if isinstance(op, kinds)]
+        kinds = (Attention, LatentAttention, CompressedAttention)
+        ops = record(model, MAX_MODEL_LEN).steps.ops
+        layers = [op for op in ops if isinstance(op, kinds) and op.spec.layer is not None]
+        indexed = {op.spec.layer: op.spec.head_size for op in ops if isinstance(op, Indexer)}
         caches = model.shape.caches
         assert [op.spec.layer for op in layers] == list(range(len(caches)))
         for op, kept in zip(layers, caches, strict=True):
             kv = caches[kept.layer] if isinstance(kept, SharedKV) else kept
             if isinstance(op, LatentAttention):
-                row = LatentKV(op.spec.rank, op.spec.rotary_dim)
+                row = LatentKV(op.spec.rank, op.spec.rotary_dim, indexed.get(op.spec.layer, 0))
+                assert kv == row, f"layer {op.spec.layer}"
+                continue
+            if isinstance(op, CompressedAttention):
+                rotary, keys = op.spec.rotary_dim, indexed.get(op.spec.layer or 0, 0)
+                row = LatentKV(op.spec.head_size - rotary, rotary, keys, op.spec.ratio)
                 assert kv == row, f"layer {op.spec.layer}"
                 continue
             spec = op.spec
@@ -120,6 +134,10 @@ class ModelSuite:
                 state = StateSpec(1, op.spec.kernel - 1, op.x.width)
             elif isinstance(op, Recurrence):
                 state = StateSpec(op.spec.num_heads, op.spec.key_size, op.spec.value_size)
+            elif isinstance(op, Compress):
+                state = StateSpec(op.spec.series, 3, op.spec.size)
+            elif isinstance(op, CompressedAttention):
+                state = StateSpec(1, op.spec.window - 1, op.spec.head_size)
             else:
                 continue
             assert op.spec.state not in found, f"two ops have the state {op.spec.state}"
@@ -254,7 +272,19 @@ def random_weights(model: Model, seed: int = 0) -> ArraySource:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.2
         values = random.standard_normal(shape) * scale + vectors.get(name, 0.0)
         arrays[name] = values.astype(np.float32)
+    for name, experts in _expert_tables(model).items():
+        arrays[name] = random.integers(0, experts, arrays[name].shape)  # type: ignore[assignment]
     return ArraySource(arrays)
+
+
+def _expert_tables(model: Model) -> dict[str, int]:
+    """The tensors that name experts for token ids, and the number of experts."""
+    tensors = {spec.name: spec.parts[0].name for spec in model.weights()}
+    return {
+        tensors[op.table.name]: op.logits.width
+        for op in record(model, MAX_MODEL_LEN).steps.ops
+        if isinstance(op, Route) and op.table is not None
+    }
 
 
 def _centres(model: Model) -> dict[str, float]:
@@ -265,6 +295,8 @@ def _centres(model: Model) -> dict[str, float]:
             found |= {op.a_log.name: -2.0, op.dt_bias.name: 0.0}
         elif isinstance(op, ShortConv):
             found[op.w.name] = 0.0
+        elif isinstance(op, Compress | HyperWrite):
+            found[op.bias.name] = 0.0
     return found
 
 
@@ -336,3 +368,39 @@ def _transformers_greedy(twin: Any, prompt: Sequence[int], answer: Sequence[int]
     logits = _transformers_logits(twin, [*prompt, *answer[:-1]])
     ids: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
     return ids
+
+
+def tensor_shapes(model: Model) -> dict[str, Shape]:
+    """Checkpoint name -> shape; of a tensor that the map picks from, the smallest that has all that
+    is picked. Raises AssertionError when two lines of the map disagree."""
+    shapes: dict[str, Shape] = {}
+    whole: dict[str, Shape] = {}
+    for spec in model.weights():
+        for part in spec.parts:
+            for name, shape in _needed(spec, part):
+                known = shapes.setdefault(name, shape)
+                assert len(known) == len(shape), f"{name}: {shape}, {known}"
+                shapes[name] = tuple(map(max, known, shape))
+                if not _picks(part):
+                    whole.setdefault(name, shape)
+    for name, shape in whole.items():
+        assert shapes[name] == shape, f"{name}: {shape}, {shapes[name]}"
+    return shapes
+
+
+def _picks(part: PartSpec) -> bool:
+    return part.entry is not None or part.runs is not None or part.first_col is not None
+
+
+def _needed(spec: WeightSpec, part: PartSpec) -> Iterator[tuple[str, Shape]]:
+    if spec.shape is not None:
+        yield part.name, spec.shape
+        return
+    picked, cols = (spec.cols, part.rows) if part.turned else (part.rows, spec.cols)
+    rows = picked if part.runs is None else int(part.runs.index(picked).max()) + 1
+    lead = () if part.entry is None else (part.entry + 1,)
+    cols += part.first_col or 0
+    matrix = (cols, rows) if part.transposed else (rows, cols)
+    yield part.name, (*lead, *((rows,) if spec.kind == "vector" else matrix))
+    if part.bias is not None:
+        yield part.bias, (*lead, rows)

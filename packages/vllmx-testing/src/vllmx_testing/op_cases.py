@@ -23,8 +23,10 @@ from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
+from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.values import StepInputs, Value
 
 from vllmx_testing.op_case import Case, Pooling, Weights, cases_of
@@ -148,14 +150,15 @@ def _gate_case(width: int, gates: int, kind: GateKind) -> Case:
 
 @cases_of(GatedAct)
 def _gated_act_cases() -> Iterator[Case]:
-    return (_gated_act_case(kind, width) for kind in ACTIVATIONS for width in (16, 33))
+    yield from (_gated_act_case(kind, width) for kind in ACTIVATIONS for width in (16, 33))
+    yield _gated_act_case("silu", 33, 0.7)
 
 
-def _gated_act_case(kind: Activation, width: int) -> Case:
+def _gated_act_case(kind: Activation, width: int, limit: float | None = None) -> Case:
     return Case.between(
-        f"{kind}, width {width}",
+        f"{kind}, width {width}{'' if limit is None else f', limit {limit}'}",
         width,
-        lambda ops, w, x: ops.gated_act(ops.linear(ops.scale(x, 4.0), w["gate_up"]), kind),
+        lambda ops, w, x: ops.gated_act(ops.linear(ops.scale(x, 4.0), w["gate_up"]), kind, limit),
         lambda b: b.linear("gate_up", (width, width), width),
     )
 
@@ -291,6 +294,24 @@ def _scale_cases() -> Iterator[Case]:
     yield Case.between("width 24", 24, lambda ops, w, x: ops.scale(x, -0.75))
 
 
+@cases_of(ScaleAt)
+def _scale_at_cases() -> Iterator[Case]:
+    return (_scale_at_case(width, some) for width, some in ((33, 33), (80, 48), (37, 20), (1, 1)))
+
+
+def _scale_at_case(width: int, some: int) -> Case:
+    def build(b: Builder) -> None:
+        b.tables["s"] = 1 + b.random.random(2048, dtype="f4")
+        b.embedding("embed", width)
+        b.linear("head", b.vocab_size, width)
+
+    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+        x = ops.scale_at(ops.embedding(step.tokens, w["embed"]), w["s"], some, step)
+        return ops.logits(x, step.logit_rows, w["head"])
+
+    return Case(f"{some} of {width}", build, body)
+
+
 @cases_of(ScaleBy)
 def _scale_by_cases() -> Iterator[Case]:
     sizes = ((33, 33), (130, 130), (48, 3), (33, 1), (1, 1), (80, 20), (64, 32))
@@ -317,9 +338,13 @@ def _segment_attention_cases() -> Iterator[Case]:
     yield _segment_attention_case(
         "a window of the token alone", SegmentSpec(2, 1, 20, 1.0, window=1)
     )
+    yield _segment_attention_case("a bias", SegmentSpec(4, 2, 16, 0.25, 16), biased=True)
+    yield _segment_attention_case(
+        "a bias and a window", SegmentSpec(3, 3, 24, 0.2, window=20), biased=True
+    )
 
 
-def _segment_attention_case(name: str, spec: SegmentSpec) -> Case:
+def _segment_attention_case(name: str, spec: SegmentSpec, *, biased: bool = False) -> Case:
     width, inner = 24, spec.num_heads * spec.head_size
     parts = (inner, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size)
 
@@ -328,11 +353,34 @@ def _segment_attention_case(name: str, spec: SegmentSpec) -> Case:
         builder.linear("qkv", parts, width)
         if spec.rotary_dim:
             builder.rope("rope", spec.rotary_dim)
+        if biased:
+            builder.vector("bias", (2 * 200 - 1) * spec.num_heads, centre=0.0, spread=1.0)
         builder.linear("head", builder.vocab_size, inner)
 
     def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
         qkv = ops.linear(ops.embedding(step.tokens, w["embed"]), w["qkv"])
-        x = ops.segment_attention(qkv, spec, step, rope=w["rope"] if spec.rotary_dim else None)
+        x = ops.segment_attention(qkv, spec, step, rope=w.get("rope"), bias=w.get("bias"))
         return ops.logits(x, step.logit_rows, w["head"])
 
     return Case(name, build, body)
+
+
+@cases_of(Spread)
+def _spread_cases() -> Iterator[Case]:
+    return (_spread_case(count) for count in (1, 4, 6))
+
+
+def _spread_case(count: int) -> Case:
+    """A head for every third id from the second on, in falling order."""
+
+    def build(b: Builder) -> None:
+        b.embedding("embed", 24).linear("head", count, 24).vector("sources", b.vocab_size)
+        sources = b.arrays["sources.weight"]
+        sources[:] = -1
+        sources[1 : 1 + 3 * count : 3] = range(count - 1, -1, -1)
+
+    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+        x = ops.embedding(step.tokens, w["embed"])
+        return ops.spread(ops.logits(x, step.logit_rows, w["head"]), w["sources"])
+
+    return Case(f"{count} ids", build, body)

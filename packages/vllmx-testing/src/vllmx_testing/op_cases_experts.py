@@ -35,6 +35,8 @@ def _experts_cases() -> Iterator[Case]:
     yield _experts_case(24, 20, 4, 2, ExpertsSpec("relu2", gated=False))
     for clamp, alpha in ((7.0, 1.702), (0.5, 1.0)):
         yield _experts_case(24, 20, 4, 2, ExpertsSpec(clamp=clamp, alpha=alpha), biased=True)
+    clamped = ExpertsSpec(clamp=0.6, alpha=None)
+    yield _experts_case(24, 20, 4, 2, clamped, biased=True)
     for first, held in ((0, 3), (2, 3), (5, 2), (6, 1)):
         yield _experts_case(24, 20, held, 2, ExpertsSpec(), biased=True, others=(first, 7))
     yield _experts_case(16, 8, 2, 1, ExpertsSpec(), others=(31, 40))  # most tokens ask none of them
@@ -80,6 +82,7 @@ def _experts_name(sizes: str, spec: ExpertsSpec, biased: bool) -> str:
         f"{sizes}, {spec.activation}",
         "" if spec.gated else "no gate",
         "" if spec.clamp is None else f"clamp {spec.clamp}",
+        "no alpha" if spec.alpha is None else "",
         "biased" if biased else "",
     )
     return ", ".join(word for word in words if word)
@@ -101,7 +104,14 @@ def _route_cases() -> Iterator[Case]:
         spec = RouteSpec(chosen, "sigmoid", groups, kept, "best_two", True, 1e-20, 2.5)
         if 24 // groups >= 2:
             yield _route_case(24, spec, "bias")
+    for score in ("sqrt_softplus", "sigmoid"):
+        spec = RouteSpec(4, score, renormalise=True, eps=1e-20, scale=1.5)
+        yield _route_case(17, spec, "bias")
+        yield _route_case(17, spec, "table")
+    for count, jitter in ((17, 0.3), (5, 0.01), (33, 10.0)):
+        yield _route_case(count, RouteSpec(4, "sparsemixer", jitter=jitter))
     yield _route_ties(RouteSpec(3))
+    yield _route_ties(RouteSpec(3, "sparsemixer", jitter=0.2))
     yield _route_ties(RouteSpec(3, "sigmoid", 4, 2, "best_two"))
     yield _route_ties(RouteSpec(5, groups=6, groups_kept=3, renormalise=True))
 
@@ -113,7 +123,13 @@ def _route_case(count: int, spec: RouteSpec, *vectors: str) -> Case:
     def build(builder: Builder) -> None:
         builder.linear("router", count, _ROUTE_WIDTH)
         _route_experts(builder, count)
-        for name in vectors:  # scores are probabilities: a bias is as large as they are
+        if "table" in vectors:
+            builder.vector("table", builder.vocab_size * spec.chosen)
+            table = builder.arrays["table.weight"]
+            table[:] = builder.random.integers(0, count, table.shape)
+        for name in {*vectors} - {
+            "table"
+        }:  # scores are probabilities: a bias is as large as they are
             builder.vector(name, count, centre=0.0 if name == "bias" else 1.0)
 
     groups = f", {spec.groups_kept} of {spec.groups} groups" if spec.groups > 1 else ""
@@ -151,5 +167,6 @@ def _route_experts(builder: Builder, count: int) -> None:
 def _route_routed(ops: Ops, w: Weights, x: Value, spec: RouteSpec) -> Value:
     """The logits depend on the chosen experts, in proportion to their weights."""
     logits = ops.linear(x, w["router"])
-    ids, weights = ops.route(logits, spec, bias=w.get("bias"), factor=w.get("factor"))
+    vectors = {name: w.get(name) for name in ("bias", "factor", "table")}
+    ids, weights = ops.route(logits, spec, **vectors)
     return ops.experts(x, ids, weights, w["gate_up"], w["down"], ExpertsSpec())

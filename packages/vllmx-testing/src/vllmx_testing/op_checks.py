@@ -8,7 +8,11 @@ from vllmx_core.recorded.recording import record
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import DType
 
-from vllmx_testing import op_cases, op_cases_experts  # noqa: F401  # they register their cases
+from vllmx_testing import (  # noqa: F401  # they register their cases
+    op_cases,
+    op_cases_experts,
+    op_cases_streams,
+)
 from vllmx_testing.harness import VOCAB, Harness, load_options
 from vllmx_testing.op_case import Case, registered_cases
 from vllmx_testing.plans import Row

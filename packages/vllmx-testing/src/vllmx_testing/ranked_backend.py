@@ -50,15 +50,12 @@ class RankedBackend:
 
     @property
     def name(self) -> str:
-        """The one of the ranks."""
         return self._backend.name
 
     def supports(self, op: Op) -> bool:
-        """See `Backend.supports`."""
         return self._backend.supports(op)
 
     def environment(self) -> dict[str, str]:
-        """See `Backend.environment`."""
         return self._backend.environment()
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> RankedThreads:
@@ -95,16 +92,13 @@ class RankedThreads:
         )
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> RankedHandle:
-        """See `LoadedModel.step`."""
         handles = self._ranks.each(lambda one: one.step(plan, rows))
         return RankedHandle(self._ranks, [handle.result for handle in handles])
 
     def forward(self, plan: StepPlan) -> RankedForward:
-        """See `LoadedModel.forward`."""
         return RankedForward(self._ranks, self._ranks.each(lambda one: one.forward(plan)))
 
     def close(self) -> None:
-        """See `LoadedModel.close`."""
         if not self._closed.is_set():
             self._closed.set()
             self._ranks.each(lambda one: one.close())
@@ -118,7 +112,6 @@ class RankedForward:
         self._ranks, self._steps = ranks, steps
 
     def sample(self, rows: SamplingRows) -> RankedHandle:
-        """See `ForwardStep.sample`."""
         handles = self._ranks.all([partial(step.sample, rows) for step in self._steps])
         return RankedHandle(self._ranks, [handle.result for handle in handles])
 

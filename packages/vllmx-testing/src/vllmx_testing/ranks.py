@@ -66,12 +66,10 @@ class ThreadCommunicator:
             sent.put(None)
 
     def send(self, x: AnyArray) -> None:
-        """See `Communicator.send`."""
         self.calls.append(("send", x.shape))
         self._table.sent[self._rank].put(x.copy())
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
-        """See `Communicator.recv`."""
         self.calls.append(("recv", shape))
         found = self._table.sent[self._rank - 1].get(timeout=self._table.timeout_s)
         if found is None:
@@ -80,19 +78,16 @@ class ThreadCommunicator:
         return found
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
-        """See `Communicator.all_reduce`."""
         total: AnyArray = tree_sum(self._exchange("all_reduce", x), operator.add)
         return total.copy()
 
     def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
-        """See `Communicator.sum_rows`."""
         total = np.zeros_like(x)
         for array, has in zip(self._exchange("sum_rows", x), held.T, strict=True):
             total[has] += array[has]
         return total
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
-        """See `Communicator.all_gather`."""
         arrays = self._exchange("all_gather", x)
         assert [array.shape[-1] for array in arrays] == list(widths)
         return np.concatenate(arrays, axis=-1)
@@ -120,7 +115,6 @@ class RankThreads(Generic[A]):
 
     @property
     def calls(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Calls of rank 0."""
         return self._ends[0].calls
 
     def each(self, work: Callable[[A], B]) -> list[B]:

@@ -21,7 +21,7 @@ from vllmx_core.model import (
 )
 from vllmx_core.plan import F32
 
-from vllmx_testing.harness import PAGE, VOCAB, Harness, all_logprobs, mixed_steps
+from vllmx_testing.harness import PAGE, VOCAB, Harness, all_logprobs, mixed_steps, with_nan
 from vllmx_testing.plans import Row, make_plan
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
@@ -43,6 +43,15 @@ RULES: dict[str, dict[str, Any]] = {
     "delta, as released": DELTA | {"num_heads": 2, "key_size": 128, "value_size": 128},
     "ssd": SSD,
     "ssd, one group": SSD | {"num_key_heads": 1},
+    "ssd, a decay a channel": SSD | {"decay": "channel"},
+    "ssd, Mamba 1": SSD
+    | {
+        "num_heads": 13,
+        "num_key_heads": 1,
+        "key_size": 17,
+        "value_size": 1,
+        "decay": "channel",
+    },
     "ssd, limits": SSD | {"dt_min": 0.3, "dt_max": 0.6},
     "ssd, as released": SSD
     | {
@@ -135,7 +144,7 @@ def _recurrent_layer(
     builder.vector(f"{layer}.taps", spec.width * conv.kernel, centre=0.3)
     builder.linear(f"{layer}.a", spec.num_decays, HIDDEN)
     builder.linear(f"{layer}.b", spec.num_heads, HIDDEN)
-    builder.vector(f"{layer}.a_log", spec.num_heads, centre=-0.5)
+    builder.vector(f"{layer}.a_log", spec.num_rates, centre=-0.5)
     builder.vector(f"{layer}.dt_bias", spec.num_decays, centre=-0.5)
     builder.vector(f"{layer}.d", spec.num_heads)
     builder.linear(f"{layer}.out", HIDDEN, spec.num_heads * spec.value_size)
@@ -148,10 +157,19 @@ class StateChecks(Harness):
         if not self._lacks("short_conv"):
             self.compare(*conv_model(**features), with_slots(mixed_steps()))
 
-    @pytest.mark.parametrize("features", RULES.values(), ids=RULES.keys())
-    def test_recurrence(self, features: dict[str, Any]) -> None:
-        if not self._lacks("recurrence"):
-            self.compare(*recurrent_model(**features), with_slots(mixed_steps()))
+    @pytest.mark.parametrize("rule", RULES)
+    def test_recurrence(self, rule: str) -> None:
+        if self._lacks("recurrence"):
+            return
+        model, source = recurrent_model(**RULES[rule])
+        if f"recurrence: {rule}" not in self.missing_cases:
+            self.compare(model, source, with_slots(mixed_steps()))
+            return
+        with (
+            pytest.raises(UnsupportedOpError, match="needs the op 'recurrence'"),
+            self.loaded(model, source),
+        ):
+            pass
 
     @pytest.mark.parametrize("rule", [DELTA, SSD], ids=["delta", "ssd"])
     def test_chunks_do_not_change_what_recurrent_layers_compute(self, rule: dict[str, Any]) -> None:
@@ -236,12 +254,10 @@ class StateChecks(Harness):
         if self._lacks("recurrence"):
             return
         model, source = recurrent_model()
-        arrays = {name: np.array(source.part(name).dequantize()) for name in source.names()}
-        arrays["embed.weight"][13] = np.nan
         text = np.random.default_rng(5).integers(0, 13, 20).tolist()
         found = []
         for broken in (True, False):
-            with self.loaded(model, ArraySource(arrays)) as loaded:
+            with self.loaded(model, with_nan(source)) as loaded:
                 if broken:
                     rows = [Row([13] * 5, 0, [5], "last", 3), Row([1, 2], 0, [9], "last", 4)]
                     ids = self.step_ids(loaded, rows)

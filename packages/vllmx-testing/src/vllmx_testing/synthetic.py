@@ -34,7 +34,8 @@ Body = Callable[[Ops, Mapping[str, Weight], StepInputs], Array]
 
 
 class ArraySource:
-    """A `WeightSource` over float32 arrays, stored as `dtype`: f32, f16 or bf16."""
+    """A `WeightSource` over float32 arrays, stored as `dtype`: f32, f16 or bf16; and over int64
+    arrays."""
 
     def __init__(self, arrays: Mapping[str, F32], dtype: DType = "f32") -> None:
         self._parts = {name: _part(name, array, dtype) for name, array in arrays.items()}
@@ -56,7 +57,9 @@ class ArraySource:
 
 def _part(name: str, array: F32, dtype: DType) -> WeightPart:
     encoded: AnyArray = array
-    if dtype == "bf16":
+    if array.dtype.kind == "i":
+        dtype, encoded = "i64", array.astype("<i8")
+    elif dtype == "bf16":
         encoded = f32_to_bf16(array)
     elif dtype == "f16":
         encoded = array.astype("<f2")
@@ -167,11 +170,11 @@ class Builder:
         own = KVSpec(spec.num_kv_heads, spec.head_size, spec.window)
         self.caches.append(SharedKV(0) if spec.shared else own)
 
-    def latent_attention(self, spec: LatentSpec) -> None:
+    def latent_attention(self, spec: LatentSpec, index_size: int = 0) -> None:
         """Announces the cache of a layer, as `attention`, and makes the weights that it names after
-        itself: norm, k_b and v_b."""
+        itself: norm, k_b and v_b. `index_size`: numbers of an indexer's key."""
         assert spec.layer == len(self.caches), "layers out of order"
-        self.caches.append(LatentKV(spec.rank, spec.rotary_dim))
+        self.caches.append(LatentKV(spec.rank, spec.rotary_dim, index_size))
         self.vector(f"{spec.layer}.norm", spec.rank)
         self.head_stack(f"{spec.layer}.k_b", spec.num_heads, spec.rank, spec.nope_size)
         self.head_stack(f"{spec.layer}.v_b", spec.num_heads, spec.value_size, spec.rank)

@@ -1,10 +1,9 @@
 """Compiled kernels, cached between starts in the user's cache folder.
 
-The key of a cubin covers everything that decides its bytes: the source, the content of all headers
-that it includes, the compiler's options, the architecture and NVRTC's version. Files are renamed
-into place and carry a digest, so no process loads a partial one. If several processes start at
-once, the first compiles and the others wait for its file. The GPU runs these files, so a folder
-that another user can write to is never used.
+The key of a cubin covers everything that decides its bytes: the source, the headers that it
+includes, the compiler's options, the architecture and NVRTC's version. Files are renamed into place
+and carry a digest, so no process loads a partial one. One process compiles, the others wait. A
+folder that another user can write to is never used, as the GPU runs these files.
 """
 
 from __future__ import annotations

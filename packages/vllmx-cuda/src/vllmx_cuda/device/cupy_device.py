@@ -37,17 +37,20 @@ from vllmx_cuda.device.cublaslt import (
     Matmul,
 )
 from vllmx_cuda.device.device import DeviceInfo, Product
+from vllmx_cuda.device.launcher import Launcher
 from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.device.nccl import NcclRanks, load_nccl
 from vllmx_cuda.device.peers import CudaIpc, open_peers
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.kernel_specs.types import Launch
 
 logger = logging.getLogger("vllmx.cuda")
 
 _NOT_READY = 600  # cudaErrorNotReady
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_VALUES = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32}
+_EVICTING_BYTES = 256 << 20
+"""More than the L2 of any GPU holds; written before each measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,8 @@ class CupyDevice:
             raise BackendUnavailableError(str(error)) from error
         cupy = _import_cupy()
         try:
-            return cls(cupy, chosen, nvrtc, partial(CublasLt.open, newest))
+            open_lt = partial(CublasLt.open, newest)
+            return cls(cupy, chosen, nvrtc, open_lt, driver.open_libcuda())
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise driver.open_error(error, chosen, facts) from error
 
@@ -129,7 +133,9 @@ class CupyDevice:
         chosen: driver.DeviceFacts,
         nvrtc: Nvrtc,
         open_lt: Callable[[], CublasLt],
+        libcuda: driver.Library,
     ) -> None:
+        self._driver = libcuda
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._ordinal = chosen.ordinal
         arch = architecture(chosen.capability)
@@ -145,9 +151,11 @@ class CupyDevice:
         self._lt = open_lt()
         self._algorithms = Algorithms(self._lt, self._algorithm_file(), self._measure)
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._functions: dict[Variant, Any] = {}
-        self._shared_bytes: dict[Variant, int] = {}
+        self._launchers: dict[int, Launcher] = {}
+        """The id of a variant -> its launcher, which keeps the variant: hashing takes too long."""
+        self._shared_bytes: dict[int, int] = {}
         self._rehearsed: list[Product] | None = None
+        self._evicting: Memory | None = None
         self._ranks: NcclRanks | None = None
         self._graphs: WeakSet[CupyGraph] = WeakSet()
 
@@ -244,31 +252,27 @@ class CupyDevice:
     ) -> None:
         if self._rehearsed is not None:
             return
-        shape = variant.launch(sizes)
-        if 0 in shape.grid:  # CuPy would launch one block
-            return
-        function = self._function(variant, shape.shared_bytes)
-        kinds = variant.kernel.arguments
-        assert len(arguments) == len(kinds), f"{variant.kernel.entry}: {len(arguments)} arguments"
-        passed = tuple(
-            _passed(kind.ctype, kind.is_pointer, value)
-            for kind, value in zip(kinds, arguments, strict=True)
-        )
-        function(shape.grid, (shape.block, 1, 1), passed, shape.shared_bytes, self._stream)
+        launcher = self._launchers.get(id(variant)) or self._launcher(variant)
+        if status := launcher(sizes, arguments):
+            raise self._cupy.cuda.driver.CUDADriverError(status)
 
-    def _function(self, variant: Variant, shared_bytes: int) -> Any:
-        function = self._functions.get(variant)
-        if function is None:
-            if variant.module_key not in self._modules:
-                self.prepare([variant])
-            function = self._modules[variant.module_key].get_function(variant.kernel.entry)
-            self._functions[variant] = function
-        # Always, not from 48 KiB on: the default limit is what the kernel's static part leaves.
-        if shared_bytes > self._shared_bytes.get(variant, 0):
-            attribute = self._cupy.cuda.driver.funcSetAttribute
-            attribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
-            self._shared_bytes[variant] = shared_bytes
-        return function
+    def _launcher(self, variant: Variant) -> Launcher:
+        if variant.module_key not in self._modules:
+            self.prepare([variant])
+        module = self._modules[variant.module_key]
+        function = module.get_function(variant.kernel.entry).ptr
+
+        def allow(shape: Launch) -> None:
+            # Always, not from 48 KiB on: the default limit is what the kernel's static part leaves.
+            if shape.shared_bytes > self._shared_bytes.get(function, 0):
+                attribute = self._cupy.cuda.driver.funcSetAttribute
+                attribute(function, _MAX_DYNAMIC_SHARED, shape.shared_bytes)
+                self._shared_bytes[function] = shape.shared_bytes
+
+        launch, stream = self._driver.cuLaunchKernelEx, self._stream.ptr
+        made = Launcher(launch, variant, function, stream, allow)
+        self._launchers[id(variant)] = made
+        return made
 
     # ---- products
 
@@ -307,21 +311,29 @@ class CupyDevice:
         return any(map(self._algorithms.unmeasured, dict.fromkeys(rehearsed)))
 
     def _measure(self, call: Callable[[], None], times: int) -> float:
-        """Device seconds of one call, the mean of so many."""
-        begin = self.event()
+        """Device seconds of one call, the mean of so many, each with weights that come from memory:
+        in a step the other layers' take their place in the L2."""
+        spans = []
         for _ in range(times):
+            if self._evicting is not None:
+                self._runtime.memsetAsync(
+                    self._evicting.address, 0, _EVICTING_BYTES, self._stream.ptr
+                )
+            begin = self.event()
             call()
-        end = self.event()
-        end.wait()
-        return end.seconds_since(begin) / times
+            spans.append((begin, self.event()))
+        spans[-1][1].wait()
+        return sum(end.seconds_since(begin) for begin, end in spans) / times
 
     @contextmanager
     def tuning(self) -> Iterator[None]:
+        with suppress(CapacityError):  # then what is in the L2 stays there
+            self._evicting = self.empty(_EVICTING_BYTES)
         self._algorithms.measuring = True
         try:
             yield
         finally:
-            self._algorithms.measuring = False
+            self._algorithms.measuring, self._evicting = False, None
             self._algorithms.save()
 
     # ---- the stream
@@ -394,7 +406,7 @@ class CupyDevice:
         self._algorithms.close()
         self._lt.close()
         self._workspace = None
-        self._functions.clear()
+        self._launchers.clear()
         self._modules.clear()
         with suppress(VllmxError), self.faults():
             self._pool.free_all_blocks()
@@ -405,11 +417,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, CublasLtError):
         return error.status == ALLOC_FAILED
     return "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error)
-
-
-def _passed(ctype: str, is_pointer: bool, value: Memory | int | float | None) -> Any:
-    """A numpy scalar of the parameter's size; a null pointer is a 0 of 8 bytes, for CuPy would turn
-    None into a parameter without an address."""
-    if is_pointer:
-        return np.uint64(value.address if isinstance(value, Memory) else 0)
-    return _VALUES[ctype](value)  # type: ignore[arg-type]

@@ -149,7 +149,6 @@ class NcclRanks:
         return self._communicator.rank
 
     def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:
-        """See `DeviceRanks.all_reduce`."""
         spans = x.address, y.address
         self._call(lambda: self._group.allReduce(*spans, count, _TYPES[dtype], _SUM, self._stream))
 
@@ -186,11 +185,9 @@ class NcclRanks:
             self._call(self._nccl.groupEnd)
 
     def send(self, x: Memory, count: int, dtype: str) -> None:
-        """See `DeviceRanks.send`."""
         self._send(self._behind, x.address, count, dtype, _RECEIVER)
 
     def recv(self, y: Memory, count: int, dtype: str) -> None:
-        """See `DeviceRanks.recv`."""
         self._recv(self._before, y.address, count, dtype, _SENDER)
 
     def _send(self, comm: Any, source: int, count: int, dtype: str, peer: int) -> None:
@@ -213,7 +210,6 @@ class NcclRanks:
             self.send(first, 1, "f32")
 
     def agree(self, *, wanted: bool) -> bool:
-        """See `DeviceRanks.agree`."""
         return agreed(self._communicator, self._ties, wanted=wanted)
 
     def wait(self, is_over: Callable[[], bool]) -> None:

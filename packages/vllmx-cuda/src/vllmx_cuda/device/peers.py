@@ -81,7 +81,6 @@ class CudaIpc:
         return self._place
 
     def check(self, place: int) -> None:
-        """See `Reach.check`."""
         ask = self._runtime.deviceCanAccessPeer
         if place != self._place and not self._call(lambda: ask(self._place, place)):
             raise UnreachableError(
@@ -102,7 +101,6 @@ class CudaIpc:
         return Memory(address, num_bytes, self._runtime), name
 
     def open(self, name: bytes) -> int:
-        """See `Reach.open`."""
         return int(self._call(lambda: self._runtime.ipcOpenMemHandle(name)))
 
     def _call(self, call: Callable[[], T]) -> T:

@@ -121,7 +121,7 @@ KERNELS = (
         LINEAR_GEMV.source, f"experts_gemv({_PRODUCT})", "outputs tiles", _gemv, LINEAR_GEMV.options
     ),
     kernel(
-        LINEAR_MMA.source,
+        "experts_mma.cu",
         f"experts_mma({_PRODUCT})",
         "outputs width tiles",
         _mma,

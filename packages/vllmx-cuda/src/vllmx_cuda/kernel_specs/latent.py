@@ -67,7 +67,8 @@ KERNELS = (
         "latent.cu",
         "latent_decode(in elem* queries, in elem* pages, in i32* items, in i32* first_item,"
         " in i32* block_table, inout elem* out, inout f32* partial, inout f32* weights, i32 heads,"
-        " i32 rank, i32 rotary, i32 table_stride, i32 page_shift, f32 scale)",
+        " i32 rank, i32 rotary, i32 table_stride, i32 page_shift, f32 scale, in i32* positions?,"
+        " in i32* picked?, i32 num_picked)",
         "items heads rank rotary",
         _decode,
         _DTYPE,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllmx_core.errors import ConfigError
-
+from vllmx_cuda.kernel_specs.rows import GATED, GATES
 from vllmx_cuda.kernel_specs.types import (
     ANY_DTYPE,
     HALF_DTYPES,
@@ -15,6 +14,7 @@ from vllmx_cuda.kernel_specs.types import (
     by_outputs,
     ceil_div,
     kernel,
+    multiple_of,
 )
 
 GEMV_TOKENS = (1, 2, 4, 8)
@@ -59,14 +59,15 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
 def _mma(sizes: Sizes, options: Options) -> Launch:
     at_least("splits", sizes["splits"], 1)
     assert sizes["splits"].bit_count() == 1, sizes
-    if sizes["width"] % MMA_K:
-        raise ConfigError(
-            f"linear_mma needs rows of a multiple of {MMA_K} values, got {sizes['width']}",
-            param="width",
-        )
+    multiple_of("width", sizes["width"], MMA_K)
     rows, tokens = _MMA_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
     x, y, _ = by_outputs(sizes, rows, tokens).grid
     return Launch((x, y, sizes["splits"]), 256)
+
+
+def _gated(sizes: Sizes, options: Options) -> Launch:
+    multiple_of("width", sizes["width"], MMA_K)
+    return by_outputs(sizes, _MMA_ROWS, 8 * options["VX_TILES"], 256)
 
 
 LINEAR_GEMV = kernel(
@@ -96,8 +97,21 @@ LINEAR_MMA = kernel(
     },
     tensor_cores=True,
 )
+GATED_MMA = kernel(
+    "gated_mma.cu",
+    "gated_mma(in elem* x, in elem* w, in f32* bias?, out elem* y, i32 m, i32 width, i32 k)",
+    "tokens outputs width",
+    _gated,
+    {
+        "VX_DTYPE": HALF_DTYPES,
+        "VX_TILES": MMA_TILES,
+        "VX_ACT": tuple(GATES[kind] for kind in GATED),
+    },
+    tensor_cores=True,
+)
 
 KERNELS = (
     LINEAR_GEMV,
     LINEAR_MMA,
+    GATED_MMA,
 )

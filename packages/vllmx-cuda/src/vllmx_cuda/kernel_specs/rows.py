@@ -72,15 +72,26 @@ KERNELS = (
     ),
     flat_kernel("elementwise.cu", "add(in elem* x, in elem* y, out elem* z, u64 count)"),
     flat_kernel("elementwise.cu", "scale(in elem* x, out elem* y, u64 count, f32 factor)"),
+    row_kernel(
+        "scale_at.cu",
+        "scale_at(in elem* x, in f32* table, in i32* positions, out elem* y, i32 width,"
+        " i32 features)",
+    ),
     row_kernel("scale_by.cu", "scale_by(in elem* x, in f32* w, out elem* y, i32 width, i32 span)"),
     row_kernel("clip.cu", "clip(in elem* x, in f32* bounds, out elem* y, i32 width, i32 pitch)"),
     row_kernel(
         "gate.cu",
-        "gate(in elem* x, in elem* g, out elem* y, i32 width, i32 span)",
+        "gate(in elem* x, in gate_elem* g, out elem* y, i32 width, i32 span)",
         VX_ACT=tuple(GATES.values()),
+        VX_WIDE=(0, 1),
     ),
     flat_kernel("elementwise.cu", "softcap(inout f32* logits, u64 count, f32 cap)"),
     row_kernel("gather.cu", "gather_rows(in i32* ids, in elem* table, out elem* y, i32 width)"),
+    row_kernel(
+        "gather.cu",
+        "spread(in f32* x, in f32* sources, out f32* y, i32 width, i32 reduced)",
+        VX_VEC=(1,),
+    ),
     row_kernel(
         "pool.cu", "pool_mean(in elem* x, in i32* first, in i32* last, out elem* y, i32 width)"
     ),

@@ -1,8 +1,10 @@
 """The sampler, wholly on the device.
 
 Order of launches: where a row has edits, penalties or a mask, mask_logits into a second buffer and
-edit_logits there; sample_max; unless all rows are greedy, sample_threshold and sample_draw;
-sample_pick; where somebody asked, logprob_chunks and logprob_rows on the logits as computed.
+edit_logits there. Then, if all rows are greedy, sample_max and sample_pick; if every other row
+takes few ids (top_k of 1 to 64), sample_candidates and sample_among; else sample_max, sample_count,
+sample_collect, sample_threshold, sample_draw and sample_pick. Where somebody asked, logprob_chunks
+and logprob_rows on the logits as computed.
 """
 
 from __future__ import annotations
@@ -12,12 +14,20 @@ from vllmx_cuda.kernel_specs.types import (
     Options,
     Sizes,
     at_least,
+    at_most,
     ceil_div,
     kernel,
 )
 
 CHUNK = 8192
 """Ids that one block looks at; results of chunks are (L, num_chunks(V)) arrays."""
+CANDIDATES = 256
+"""Ids of a chunk that are listed at most; lists are (L, num_chunks(V), CANDIDATES)."""
+BINS = 2048
+"""Counts and masses by which thresholds are found, (L, BINS), zero before and after."""
+FEW = 64
+"""The greatest top_k of sample_candidates."""
+_MOST_IDS = (1 << 19) - 1
 _CHUNK_THREADS = 256
 
 
@@ -27,6 +37,7 @@ def num_chunks(vocab: int) -> int:
 
 def _chunks(sizes: Sizes, options: Options) -> Launch:
     at_least("rows", sizes["rows"], 1)
+    at_most("vocab", sizes["vocab"], _MOST_IDS, "sums of masses have words of 32 bits")
     return Launch((sizes["rows"], num_chunks(sizes["vocab"]), 1), _CHUNK_THREADS)
 
 
@@ -34,8 +45,8 @@ def _one_block(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], 1, 1), _CHUNK_THREADS)
 
 
-def _threshold(sizes: Sizes, options: Options) -> Launch:
-    return Launch((sizes["rows"], 1, 1), 1024)
+def _row_block(sizes: Sizes, options: Options) -> Launch:
+    return Launch((sizes["rows"], 1, 1), 512)
 
 
 def _pick(sizes: Sizes, options: Options) -> Launch:
@@ -66,12 +77,46 @@ KERNELS = (
         _chunks,
     ),
     kernel(
-        "sample.cu",
+        "sample_threshold.cu",
+        "sample_count(in f32* logits, in f32* chunk_max, in i32* chunk_argmax, in f32* temperature,"
+        " in f32* min_x, in i32* top_k, in f32* top_p, in i32* target, inout u32* bin_counts,"
+        " inout u64* bin_masses, i32 vocab)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample_threshold.cu",
+        "sample_collect(in f32* logits, in f32* chunk_max, in i32* chunk_argmax,"
+        " in f32* temperature, in f32* min_x, in i32* top_k, in f32* top_p, in i32* target,"
+        " in u32* bin_counts, in u64* bin_masses, out i32* listed, out f32* lists, i32 vocab)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample_threshold.cu",
         "sample_threshold(in f32* logits, in f32* chunk_max, in i32* chunk_argmax,"
         " in f32* temperature, in f32* min_x, in i32* top_k, in f32* top_p, in i32* target,"
+        " inout u32* bin_counts, inout u64* bin_masses, in i32* listed, in f32* lists,"
         " out f32* threshold, i32 vocab, i32 chunks)",
         "rows",
-        _threshold,
+        _row_block,
+    ),
+    kernel(
+        "sample_few.cu",
+        "sample_candidates(in f32* logits, in f32* temperature, in i32* top_k, in i32* target,"
+        " out f32* chunk_max, out i32* chunk_argmax, out f32* chunk_least, out i32* listed,"
+        " out f32* lists, out i32* list_ids, i32 vocab)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample_few.cu",
+        "sample_among(in f32* logits, in f32* chunk_max, in i32* chunk_argmax, in f32* chunk_least,"
+        " in i32* listed, in f32* lists, in i32* list_ids, in f32* temperature, in f32* min_x,"
+        " in i32* top_k, in f32* top_p, in u64* seed, in i32* position, in i32* target,"
+        " out i32* ids, i32 vocab, i32 chunks)",
+        "rows",
+        _row_block,
     ),
     kernel(
         "sample.cu",

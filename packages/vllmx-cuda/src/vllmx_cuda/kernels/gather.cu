@@ -1,13 +1,16 @@
 // gather_rows:    y[i] = table[ids[i]]: embedding, and the rows that want logits.
 // gather_columns: y[i][j] = x[i][columns[j]], 0 where that is negative: activations in the order of a weight's columns, of
 //                 which some may only fill up a group.
+// spread:         y[i][id] = x[i][sources[id]], -inf where that is negative: logits of a reduced vocabulary in the places of the
+//                 whole one.
 // begin_step:     tokens that the host could not know yet, -(i + 1) for row i of the step before,
 //                 become what that row sampled, 0 where it was refused; and the entries of the
 //                 block table that changed since the step before are put in place.
 //
-// Layout: table (rows, width), x (N, pitch), y (N, width) of elem; ids (N); columns (width); patches (M, 2): index into the block
+// Layout: table (rows, width), x (N, pitch), y (N, width) of elem; ids (N); columns (width); spread's x (N, reduced), y and
+//         sources (width) of f32, which holds all ids exactly; patches (M, 2): index into the block
 //         table, -1 where unused, no index twice, and the entry.
-// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), gather_columns with VX_VEC 1, begin_step (ceil(max(N, M) / 256)); 256
+// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), gather_columns and spread with VX_VEC 1, begin_step (ceil(max(N, M) / 256)); 256
 //         threads.
 // Floor:  bytes: the gathered rows once in, once out.
 #include "vx.h"
@@ -32,6 +35,15 @@ gather_columns(const elem* __restrict__ x, const int* __restrict__ columns, elem
   y[(size_t)blockIdx.x * width + i] = value;
 }
 VX_EXPORT(gather_columns)
+
+extern "C" __global__ void __launch_bounds__(256)
+spread(const float* __restrict__ x, const float* __restrict__ sources, float* __restrict__ y, int width, int reduced) {
+  int i = blockIdx.y * 256 + threadIdx.x;
+  if (i >= width) return;
+  float source = sources[i];
+  y[(size_t)blockIdx.x * width + i] = source < 0.f ? -VX_INFINITY : x[(size_t)blockIdx.x * reduced + (int)source];
+}
+VX_EXPORT(spread)
 
 extern "C" __global__ void __launch_bounds__(256)
 begin_step(int* tokens, const int* __restrict__ sampled, int* __restrict__ block_table,

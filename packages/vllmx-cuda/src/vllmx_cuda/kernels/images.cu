@@ -4,12 +4,12 @@
 //          column j the cosine, and in column half + j the sine, of frequency j at the token's position on axis j.
 // patches: y = x, normalised pixels in f32, as elem.
 // mix:     y[t] = the sum of weights[t][j] * table[rows[t][j]] over j: interpolated positions of patches.
-// keep:    store[to[i]] = x[i], in f32.
+// keep:    store[to[i]] = x[i], in f32, where to[i] is not negative.
 // place:   y[t] = x[t]; where rows[t] names a row of the store, that one instead, or their sum.
 //
 // Layout: rope (positions, 2 * half) and y of turn (T, 2 * half) of f32, cosines, then sines; positions (T, lines); axes0 to axes3: two
 //         bits for each frequency, 32 in a word. table (rows, width), x and y of elem; rows, weights (T, taps);
-//         to (L), rows (T, -1: none); store (features, width) of f32.
+//         to (L, for taps T, -1: none), rows (T, -1: none); store (features, width) of f32.
 // Grid:   turn (ceil(T * half / 256)), patches (ceil(count / (256 * VX_VEC))), the others (rows, ceil(width / (256 * VX_VEC))); 256
 //         threads, VX_VEC neighbours each (turn: one).
 // Floor:  bytes: what is read once in, once out.
@@ -59,7 +59,7 @@ VX_EXPORT(mix)
 extern "C" __global__ void __launch_bounds__(256)
 keep(const elem* __restrict__ x, const int* __restrict__ to, float* __restrict__ kept, int width) {
   int i = (blockIdx.y * 256 + threadIdx.x) * VX_VEC;
-  if (i >= width) return;
+  if (i >= width || to[blockIdx.x] < 0) return;
   float v[VX_VEC];
   load(v, x + (size_t)blockIdx.x * width + i);
   store(kept + (size_t)to[blockIdx.x] * width + i, v);

@@ -9,6 +9,7 @@
 //         token is padding and nothing is stored. K is 0 where a layer reads another one's pages.
 // Grid:   (T, ceil((H + 2K) / 4)), a warp a head. A head passes through shared memory once, where
 //         every rotation, half-split, interleaved or partial, is two reads.
+//         eps below 0: norms follow the rotation.
 // Floor:  bytes: qkv read once, the same written once.
 #include "kv_types.h"
 #include "vx.h"
@@ -53,7 +54,7 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
 #pragma unroll
     for (int j = 0; j < VX_VEC; j++) ss += v[j] * v[j], row[i + j] = v[j];
   }
-  if (norm) {
+  if (norm && eps > 0.f) {
     float scale = rsqrtf(warp_sum(ss) / VX_HEAD + eps);
     for (int i = lane * VX_VEC; i < VX_HEAD; i += 32 * VX_VEC)
 #pragma unroll
@@ -63,6 +64,19 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
 
   bool rotates = rope && !is_value;
   const float* table = rotates ? rope + (size_t)positions[token] * rotary_dim : nullptr;
+  if (norm && eps < 0.f) {
+    float turned[(VX_HEAD + 31) / 32];
+    ss = 0.f;
+    for (int i = lane, n = 0; i < VX_HEAD; i += 32, n++) {
+      turned[n] = rotates ? rotated(row, table, i, rotary_dim, interleaved) : row[i];
+      ss += turned[n] * turned[n];
+    }
+    float scale = rsqrtf(warp_sum(ss) / VX_HEAD - eps);
+    __syncwarp();  // all lanes have read what they rotate
+    for (int i = lane, n = 0; i < VX_HEAD; i += 32, n++) row[i] = turned[n] * scale * norm[i];
+    __syncwarp();
+    rotates = false;
+  }
   int slot = slots[token], kv_head = is_query ? 0 : (head - heads) % kv_heads;
   size_t page_row = 0;
   if (!is_query) {

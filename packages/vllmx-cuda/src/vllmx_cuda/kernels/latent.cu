@@ -4,6 +4,7 @@
 // latent_store:   norms and rotates what is kept of each token, writes it to its page, and rotates the queries' second
 //                 part into place behind the absorbed one.
 // latent_decode:  one work item = one query token and one range of positions, for 8 heads (see paged_decode.cu).
+//                 With `picked` (T, K) an item is the same share of the positions that its token picked.
 // latent_combine: joins the items of each token.
 //
 // Layout: latent (T, C + Dr), q (T, H, Dn + Dr), queries (T, H, C + Dr), out (T, H, C) of elem; norm (C), rope
@@ -61,19 +62,21 @@ struct Found {
   float out[HEADS][SHARES];
 };
 
-VX_DEV const elem* row_at(const elem* pages, const int* table, int position, int page_shift, int row) {
+// The row of position `index`, or of the one that was picked there
+VX_DEV const elem* row_at(const elem* pages, const int* table, const int* picks, int index, int page_shift, int row) {
+  int position = picks ? picks[index] : index;
   size_t slot = ((size_t)table[position >> page_shift] << page_shift) + (position & ((1 << page_shift) - 1));
   return pages + slot * row;
 }
 
 // Scores of CHUNK positions for `count` heads in units of log2: a warp takes every 8th position
-VX_DEV void score(float (*scores)[CHUNK], const float* queries, const elem* pages, const int* table, int base, int end,
-                  int page_shift, int row, int count, float scale) {
+VX_DEV void score(float (*scores)[CHUNK], const float* queries, const elem* pages, const int* table, const int* picks,
+                  int base, int end, int page_shift, int row, int count, float scale) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int p = warp; p < CHUNK; p += WARPS) {
     float dots[HEADS] = {};
     if (base + p < end) {
-      const elem* key = row_at(pages, table, base + p, page_shift, row);
+      const elem* key = row_at(pages, table, picks, base + p, page_shift, row);
       for (int i = lane; i < row; i += 32) {
         float v = to_float(key[i]);
 #pragma unroll
@@ -93,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 latent_decode(const elem* __restrict__ queries, const elem* __restrict__ pages, const int* __restrict__ items,
               const int* __restrict__ first_item, const int* __restrict__ block_table, elem* __restrict__ out,
               float* __restrict__ partial, float* __restrict__ weights, int heads, int rank, int rotary,
-              int table_stride, int page_shift, float scale) {
+              int table_stride, int page_shift, float scale, const int* __restrict__ positions,
+              const int* __restrict__ picked, int num_picked) {
   VX_DYNAMIC_SHARED(memory);
   __shared__ float scores[HEADS][CHUNK], tops[HEADS], sums[HEADS], factors[HEADS];
   const int4 item = reinterpret_cast<const int4*>(items)[blockIdx.x];
@@ -101,6 +105,11 @@ latent_decode(const elem* __restrict__ queries, const elem* __restrict__ pages, 
   int count = min(HEADS, heads - head0);
   if (token < 0) return;
   const int* table = block_table + (size_t)item.y * table_stride;
+  const int* picks = picked ? picked + (size_t)token * num_picked : nullptr;
+  if (picks) {  // the item's share of the positions becomes that of the picks
+    long long seen = positions[token] + 1, count = min((int)seen, num_picked);
+    begin = begin * count / seen, end = end * count / seen;
+  }
   float* query = reinterpret_cast<float*>(memory);  // (HEADS, row)
   for (int i = threadIdx.x; i < HEADS * row; i += THREADS) {
     int head = head0 + i / row;
@@ -113,7 +122,7 @@ latent_decode(const elem* __restrict__ queries, const elem* __restrict__ pages, 
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Found now = {};
   for (int base = begin; base < end; base += CHUNK) {
-    score(scores, query, pages, table, base, end, page_shift, row, count, scale);
+    score(scores, query, pages, table, picks, base, end, page_shift, row, count, scale);
     __syncthreads();
     if (warp < count) {  // a warp a head
       float own = scores[warp][lane], before = tops[warp], top = fmaxf(before, warp_max(own));
@@ -132,7 +141,7 @@ latent_decode(const elem* __restrict__ queries, const elem* __restrict__ pages, 
 #pragma unroll
       for (int s = 0; s < SHARES; s++) now.out[h][s] *= factors[h];
     for (int p = 0; p < min(CHUNK, end - base); p++) {
-      const elem* value = row_at(pages, table, base + p, page_shift, row);
+      const elem* value = row_at(pages, table, picks, base + p, page_shift, row);
 #pragma unroll
       for (int s = 0; s < SHARES; s++) {
         int c = threadIdx.x + s * THREADS;

@@ -83,7 +83,8 @@ paged_decode(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
   int tiles = heads / kv_heads / VX_GROUP, kv_head = blockIdx.y / tiles;
   int head0 = kv_head * (heads / kv_heads) + blockIdx.y % tiles * VX_GROUP;
   int begin = item.z, end = item.w, position = positions[token];
-  if (window > 0) begin = max(begin, position - window + 1), end = min(end, position + window);
+  begin = max(begin, first_seen(position, window));
+  if (window > 0) end = min(end, position + window);
   const int* table = block_table + (size_t)item.y * table_stride;
   bool holds = lane < SLICES;  // lanes beyond the head size only take part in shuffles
 

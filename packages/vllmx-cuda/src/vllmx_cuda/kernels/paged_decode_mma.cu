@@ -171,7 +171,8 @@ paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages
   if (token < 0) return;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   int head0 = blockIdx.y * VX_GROUP, position = positions[token];
-  if (window > 0) begin = max(begin, position - window + 1), end = min(end, position + window);
+  begin = max(begin, first_seen(position, window));
+  if (window > 0) end = min(end, position + window);
   Lines lines = {block_table + (size_t)item.y * table_stride, (u32)(head0 / (heads / kv_heads)),
                  (u32)kv_heads, (u32)page_shift};
 

@@ -134,13 +134,11 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
   if (count == 0) return;
   int warp = threadIdx.x / 32 / SPLIT, part = threadIdx.x / 32 % SPLIT * PART;
   int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1, begin = 0;
+  int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1, begin;
   int end = context_len[row];
   if (causal) end = (seen ? seen[token0 + count - 1] : last_position) + 1;
-  if (window > 0) {
-    begin = max(0, position0 - window + 1);  // pages of earlier positions may be gone
-    if (!causal) end = min(end, last_position + window);
-  }
+  begin = max(0, first_seen(position0, window));  // pages of earlier positions may be gone
+  if (window > 0 && !causal) end = min(end, last_position + window);
   Context context = {k_pages, v_pages, k_scales, v_scales,
                      block_table + (size_t)row * table_stride,
                      head0 / (heads / kv_heads), kv_heads, page_shift, end};
@@ -172,7 +170,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     int token = (warp * 16 + group + 8 * r) / VX_GROUP, position = position0 + token;
-    low[r] = window > 0 ? position - window + 1 : 0;
+    low[r] = first_seen(position, window);
     high[r] = causal ? position + 1 : window > 0 ? position + window : end;
     if (seen) high[r] = seen[token0 + min(token, count - 1)] + 1;
     high[r] = min(high[r], end);

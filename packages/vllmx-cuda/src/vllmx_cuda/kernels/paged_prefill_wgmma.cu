@@ -153,10 +153,12 @@ VX_DEV Visible visible(int position0, int last_position, int end, int window, in
   for (int r = 0; r < 2; r++) {
     int position = position0 + (row + 8 * r) / VX_GROUP;
     if (causal) v.high[r] = min(end, position + 1);
-    if (window > 0) v.low[r] = position - window + 1, v.high[r] = min(v.high[r], position + window);
+    v.low[r] = first_seen(position, window);
+    if (window > 0) v.high[r] = min(v.high[r], position + window);
   }
   if (causal) v.all_high = min(end, position0 + 1);
-  if (window > 0) v.all_low = last_position - window + 1, v.all_high = min(v.all_high, position0 + window);
+  v.all_low = first_seen(last_position, window);
+  if (window > 0) v.all_high = min(v.all_high, position0 + window);
   return v;
 }
 
@@ -209,11 +211,9 @@ paged_prefill_wgmma(const elem* __restrict__ q, const elem* __restrict__ k_pages
   int row = tile.x, position0 = tile.w, last_position = position0 + tile.z - 1;
   QueryRows rows = {tile.y, tile.z, (int)blockIdx.y * VX_GROUP, heads};
   if (rows.count == 0) return;
-  int end = causal ? last_position + 1 : context_len[row], begin = 0;
-  if (window > 0) {
-    begin = max(0, position0 - window + 1);  // pages of earlier positions may be gone
-    end = min(end, last_position + window);
-  }
+  int end = causal ? last_position + 1 : context_len[row];
+  int begin = max(0, first_seen(position0, window));  // pages of earlier positions may be gone
+  if (window > 0) end = min(end, last_position + window);
   Pages pages = {k_pages, v_pages, block_table + (size_t)row * table_stride,
                  rows.head0 / (heads / kv_heads), kv_heads, page_shift, end};
   Visible seen = visible(position0, last_position, end, window, causal);

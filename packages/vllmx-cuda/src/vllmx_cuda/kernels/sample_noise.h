@@ -25,3 +25,4 @@ VX_DEV float gumbel(u32 word) { return (float)-log(-log((double)uniform(word)));
 // The same within GUMBEL_ERROR, without f64, which most GPUs have little of
 VX_DEV float gumbel_near(u32 word) { return -logf(-logf(uniform(word))); }
 #define GUMBEL_ERROR 1e-5f
+#define MOST_NOISE 17.f  // and an approximate x is off by 1e-7 of its magnitude, that of the score and this

@@ -42,17 +42,19 @@ def load_weights(
     plan: WeightPlan,
     device: Device,
     work: Memory,
+    shared: Mapping[TieKey, tuple[Segment, ...]] | None = None,
     *,
     progress: bool = False,
 ) -> dict[str, Weight]:
     """Takes `plan.num_bytes` of device memory.
 
     Args:
+        shared: matrices that another model has loaded.
         work: scratch of `plan.scratch.work` bytes, which no product uses yet: what the device puts
             into its order passes through it.
     """
     weights: dict[str, Weight] = {}
-    tied: dict[TieKey, tuple[Segment, ...]] = {}
+    tied = dict(shared or {})
     pieces: list[Piece] = []
     for spec in specs:
         if spec.kind == "vector":

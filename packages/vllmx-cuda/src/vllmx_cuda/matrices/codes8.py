@@ -159,7 +159,6 @@ class Codes8:
         return scales
 
     def scales(self, segment: Segment) -> Memory:
-        """Scales of a segment."""
         return segment.data.at(self._scales_at(segment.rows, segment.cols))
 
     def group_shift(self, cols: int) -> int:

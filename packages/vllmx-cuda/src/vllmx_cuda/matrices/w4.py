@@ -218,9 +218,7 @@ class StoredRows(Protocol):
         """Enqueues the product of so many rows; see `Stored.launch`."""
         ...
 
-    def refusal(self, fault: int) -> VllmxError:
-        """See `Stored.refusal`."""
-        ...
+    def refusal(self, fault: int) -> VllmxError: ...
 
 
 def stored_pieces(part: StoredRows, rows: int, tiles: Memory) -> Iterator[Piece]:

@@ -125,13 +125,14 @@ class Layer:
 
     @property
     def visibility(self) -> Visibility:
-        return Visibility(self.spec.window, self.spec.causal, self.segments, self.spec.spans)
+        return Visibility(self.spec.reach, self.spec.causal, self.segments, self.spec.spans)
 
 
 def can_attend(op: Attention | SegmentAttention) -> bool:
     axes = op.spec.rope_axes
     turns = len(axes) <= MAX_FREQUENCIES and max(axes, default=0) < MAX_AXES
-    return op.spec.head_size in HEAD_SIZES and turns
+    biased = isinstance(op, SegmentAttention) and op.bias is not None
+    return op.spec.head_size in HEAD_SIZES and turns and not biased
 
 
 def attention(op: Attention, to: Lowering) -> Enqueue:
@@ -189,7 +190,7 @@ def _store(layer: Layer, to: Lowering) -> Enqueue:
         spec.rotary_dim,
         int(spec.interleaved),
         layer.page_shift,
-        spec.norm_eps,
+        spec.eps,
     )
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
@@ -231,7 +232,7 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
         decode = to.variant("paged_decode", **options)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
     # items keep to the window, which reaches back alone where tokens see what comes behind them
-    window = 0 if spec.spans else spec.window or 0
+    window = 0 if spec.spans else spec.reach
     values = layer.page_shift, window, spec.scale, spec.softcap or 0.0
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
@@ -272,7 +273,7 @@ def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
     y, sinks = to.place(layer.op.out), _sinks(layer, to)
     kernel = to.variant(chosen.entry, **chosen.options)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
-    values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
+    values = (spec.reach, int(spec.causal), spec.scale, spec.softcap or 0.0)
     kind = TileKind(chosen.tile_tokens, layer.segments)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:

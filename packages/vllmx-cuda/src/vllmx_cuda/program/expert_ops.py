@@ -27,7 +27,8 @@ _ALIGNMENT = 256
 
 
 def can_route(op: Route) -> bool:
-    return op.logits.width <= MAX_EXPERTS and op.spec.groups <= MAX_GROUPS
+    known = op.spec.score in SCORES and op.table is None
+    return known and op.logits.width <= MAX_EXPERTS and op.spec.groups <= MAX_GROUPS
 
 
 def route(op: Route, to: Lowering) -> Enqueue:
@@ -83,7 +84,8 @@ class Spaces:
 
 
 def can_multiply(op: Experts) -> bool:
-    return op.gate_up.count <= MAX_EXPERTS and op.spec.activation in ACTIVATIONS
+    known = op.spec.activation in ACTIVATIONS and op.spec.alpha is not None
+    return known and op.gate_up.count <= MAX_EXPERTS
 
 
 def expert_stacks(ops: Sequence[Op]) -> frozenset[str]:
@@ -111,7 +113,7 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
 
     def enqueue_chunk(first: int, tokens: int) -> None:
         slots, slot = tokens * chosen, 4 * first * chosen
-        tile = _tile(slots, count, widths)
+        tile = next((width for width in widths if slots <= width * count), widths[-1])
         used = max_tiles(slots, count, tile)
         arguments = (ids.at(slot), order, place, tiles, slots, used, tile, op.first or 0, count)
         to.device.launch(arrange, {"experts": count}, arguments)
@@ -129,16 +131,12 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _tile(slots: int, experts: int, widths: Sequence[int]) -> int:
-    """Positions of a tile: where experts have many, weights are read less often."""
-    return next((width for width in widths if slots <= width * experts), widths[-1])
-
-
 def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:
     """The activation between an expert's matrices, as a launch over a number of rows."""
     options, more = {"VX_VEC": vector_width(width)}, tuple[float, ...]()
     if spec.clamp is not None:
         kernel = to.variant("clamped_swiglu", **options)
+        assert spec.alpha is not None, "see `can_multiply`"
         more = (spec.alpha, spec.clamp)
     else:
         entry = "gated_act" if spec.gated else "activation"

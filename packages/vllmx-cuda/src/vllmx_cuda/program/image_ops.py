@@ -7,6 +7,7 @@ from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.patches import Patches
 from vllmx_core.ops.place import Place
+from vllmx_core.ops.tap import Tap
 
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.images import axis_words
@@ -19,6 +20,7 @@ from vllmx_cuda.program.step_arrays import (
     Neighbours,
     PatchValues,
     StepSizes,
+    TapRows,
     axis_positions,
 )
 
@@ -86,13 +88,15 @@ def merge(op: Merge, to: Lowering) -> Enqueue:
     return mean
 
 
-def keep(op: Keep, to: Lowering) -> Enqueue:
+def keep(op: Keep | Tap, to: Lowering) -> Enqueue:
+    """The rows of both lie in the store; a negative row is kept nowhere."""
     x, store, width = to.place(op.x), to.features[op.part], op.x.width
     kernel = to.variant("keep", VX_VEC=vector_width(width))
+    rows = TapRows() if isinstance(op, Tap) else KeptRows()
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        shape = {"rows": sizes.logit_rows, "width": width}
-        to.device.launch(kernel, shape, (x, step.arrays[KeptRows()], store, width))
+        shape = {"rows": sizes.of(rows.rows), "width": width}
+        to.device.launch(kernel, shape, (x, step.arrays[rows], store, width))
 
     return enqueue
 
@@ -103,7 +107,7 @@ def place(op: Place, to: Lowering) -> Enqueue:
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         shape = {"rows": sizes.tokens, "width": width}
-        arguments = x, step.arrays[FeatureRows()], store, y, width, int(op.adds)
+        arguments = x, step.arrays[FeatureRows(op.own)], store, y, width, int(op.adds)
         to.device.launch(kernel, shape, arguments)
 
     return enqueue

@@ -50,8 +50,8 @@ def allocate(cache: CachePlan, device: Device) -> tuple[LayerPages, ...]:
 
 def _allocate_place(cache: CachePlan, kv: OwnedKV, device: Device) -> LayerPages:
     vectors = cache.num_blocks * cache.block_size * kv.num_kv_heads
-    size = vectors * kv.head_size * _ITEM_BYTES[cache.dtype]
-    k, v = device.empty(size), device.empty(size)
+    item = _ITEM_BYTES[cache.dtype]
+    k, v = (device.empty(vectors * size * item) for size in (kv.head_size, kv.value_size))
     if cache.dtype not in CODES:
         return LayerPages(k, v)
     return LayerPages(k, v, device.empty(4 * vectors), device.empty(4 * vectors))

@@ -73,6 +73,8 @@ def _decode(op: LatentAttention, to: Lowering) -> Enqueue:
     """Attends to the latents of the pages, in parts where there are several items a token."""
     spec, scratch, kernel = op.spec, to.scratch, to.variant("latent_decode")
     pages, heads = to.pages[spec.layer], spec.num_heads
+    picked = None if op.picked is None else to.place(op.picked)
+    num_picked = 0 if op.picked is None else op.picked.width
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         items = (step.items[VISIBILITY], step.first_item[VISIBILITY])
@@ -95,6 +97,9 @@ def _decode(op: LatentAttention, to: Lowering) -> Enqueue:
             step.table_stride,
             to.page_shift,
             spec.scale,
+            step.positions,
+            picked,
+            num_picked,
         )
         to.device.launch(kernel, shape, arguments)
 

@@ -11,6 +11,7 @@ from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.segment_attention import SegmentAttention
@@ -25,6 +26,7 @@ from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.attention_ops import prefill_kernel
 from vllmx_cuda.program.expert_ops import Spaces
+from vllmx_cuda.program.indexer_ops import SCORED_TOKENS, stride_of
 from vllmx_cuda.program.lowering import Rotation, Scratch
 from vllmx_cuda.program.rank_ops import combined_bytes
 from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
@@ -49,6 +51,7 @@ class StepLayout:
     experts: int
     turned: int
     own_ids: int
+    scores: int
     gathered: int
     products: ScratchBytes
 
@@ -69,6 +72,7 @@ class StepLayout:
             self.experts,
             self.turned,
             self.own_ids,
+            self.scores,
             self.gathered,
         )
 
@@ -104,6 +108,8 @@ def lay_out(
     widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
     found = max((spec.num_heads * spec.rank for spec in latents), default=0)
     rows = max((spec.num_heads * spec.row_size for spec in latents), default=0)
+    indexers = [op for op in ops if isinstance(op, Indexer)]
+    index = max((op.q.width for op in indexers), default=0)
     head_counts = [*(spec.num_heads for spec in specs), *(spec.num_heads for spec in latents)]
     heads = max(head_counts, default=0)
     kept = (op.spec for op in ops if isinstance(op, SegmentAttention))
@@ -111,7 +117,7 @@ def lay_out(
     return StepLayout(
         plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
         in_place,
-        queries=max_rows["T"] * max(widest, rows) * item,
+        queries=max_rows["T"] * max(widest, rows, index) * item,
         partial=items * max(widest, found) * 4,
         weights=items * heads * 2 * 4,
         rows=max_rows["L"] * max(head_inputs, default=0) * item,
@@ -123,6 +129,7 @@ def lay_out(
         ),
         turned=sum(_turned_bytes(max_rows["T"], axes) for _, axes in rotations(ops)),
         own_ids=4 * max_rows["T"] * any(isinstance(op, VocabEmbedding) for op in ops),
+        scores=max((4 * SCORED_TOKENS * stride_of(op) for op in indexers), default=0),
         gathered=max((gathered(op) for op in ops), default=0),
         products=products,
     )
@@ -178,7 +185,7 @@ class _Seen:
 
     @property
     def visibility(self) -> Visibility:
-        return Visibility(self.spec.window, self.spec.causal, self.segments, self.spec.spans)
+        return Visibility(self.spec.reach, self.spec.causal, self.segments, self.spec.spans)
 
 
 def _attention(ops: Sequence[Op]) -> list[_Seen]:

@@ -20,6 +20,7 @@ from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
@@ -35,10 +36,13 @@ from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
+from vllmx_core.ops.spread import Spread
+from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.values import Value
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.op_table import OpTable
@@ -50,7 +54,9 @@ from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.program.attention_ops import attention, can_attend, segment_attention
 from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
+from vllmx_cuda.program.gated_ops import GatedProduct, gated_product
 from vllmx_cuda.program.image_ops import keep, merge, mix, patches, place, turn
+from vllmx_cuda.program.indexer_ops import can_index, indexer
 from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
 from vllmx_cuda.program.layout import place_turned
@@ -67,8 +73,10 @@ def lower(steps: OpList, to: Lowering) -> list[Enqueue]:
     """Launches of the rotations with axes, each once, then of the ops in order. A norm read only by
     the linear right behind it may write that linear's codes."""
     for norm, following in read_at_once(steps):
-        if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
-            to.fed[norm.out] = to.product(following)
+        if not isinstance(norm, RmsNorm | AddRmsNorm):
+            continue
+        if isinstance(following, Linear | GatedProduct):
+            to.fed[norm.out] = to.product(following.x, following.w, following.out)
     to.rotations.update(place_turned(to.scratch.turned, steps.ops, to.max_tokens))
     launches = [_where_rows(op, OPS(op, to)) for op in steps.ops]
     to.fed.clear()  # products refer to `to`: a cycle would keep the device's memory
@@ -91,6 +99,7 @@ OPS: OpTable[Lowering, Enqueue] = OpTable("cuda")
 OPS.add(Attention, when=can_attend)(attention)
 OPS.add(SegmentAttention, when=can_attend)(segment_attention)
 OPS.add(LatentAttention, when=can_attend_to_latents)(latent_attention)
+OPS.add(Indexer, when=can_index)(indexer)
 OPS.add(RmsNorm)(rms_norm)
 OPS.add(AddRmsNorm)(add_rms_norm)
 OPS.add(HeadNorm)(head_norm)
@@ -103,6 +112,7 @@ OPS.add(Mix)(mix)
 OPS.add(Merge)(merge)
 OPS.add(Keep)(keep)
 OPS.add(Place)(place)
+OPS.add(Tap)(keep)
 OPS.add(AllReduce)(all_reduce)
 OPS.add(SummedNorm)(summed_norm)
 OPS.add(AllGather)(all_gather)
@@ -125,8 +135,12 @@ def _embedding(op: Embedding, to: Lowering) -> Enqueue:
 
 @OPS.add(Linear)
 def _linear(op: Linear, to: Lowering) -> Enqueue:
+    return _product(op, to)
+
+
+def _product(op: Linear | GatedProduct, to: Lowering) -> Enqueue:
     fed = to.fed.get(op.x)
-    product = fed or to.product(op)
+    product = fed or to.product(op.x, op.w, op.out)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         count = sizes.of(op.x.rows)
@@ -158,7 +172,14 @@ def _head(op: Head, to: Lowering) -> Enqueue:
     return enqueue
 
 
-@OPS.add(Pool)
+@OPS.add(Spread)
+def _spread(op: Spread, to: Lowering) -> Enqueue:
+    x, sources, y = to.place(op.x), to.vector(op.sources), to.place(op.out)
+    arguments = (x, sources, y, op.out.width, op.x.width)
+    return _by_rows(to, to.variant("spread", VX_VEC=1), op.out, arguments)
+
+
+@OPS.add(Pool, when=lambda op: op.kind != "max")
 def _pool(op: Pool, to: Lowering) -> Enqueue:
     x, y, width = to.place(op.x), to.place(op.out), op.x.width
     entry = "pool_mean" if op.kind == "mean" else "gather_rows"
@@ -190,11 +211,17 @@ def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
     return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), op.out, arguments)
 
 
-@OPS.add(GatedAct)
+@OPS.add(GatedAct, when=lambda op: op.limit is None)
 def _gated_act(op: GatedAct, to: Lowering) -> Enqueue:
     width, act = op.out.width, GATES[op.kind]
     kernel = to.variant("gated_act", VX_VEC=vector_width(width), VX_ACT=act)
     return _by_rows(to, kernel, op.out, (to.place(op.gate_up), to.place(op.out), width))
+
+
+@OPS.add(GatedProduct)
+def _gated_product(op: GatedProduct, to: Lowering) -> Enqueue:
+    act = GatedAct(op.out, op.kind, op.gated)
+    return gated_product(op, to, _product(op, to), _gated_act(act, to))
 
 
 @OPS.add(Act)
@@ -214,6 +241,19 @@ def _scale(op: Scale, to: Lowering) -> Enqueue:
     return _flat(to, "scale", (op.x,), op.out, op.factor)
 
 
+@OPS.add(ScaleAt)
+def _scale_at(op: ScaleAt, to: Lowering) -> Enqueue:
+    width, some = op.x.width, op.features
+    kernel = to.variant("scale_at", VX_VEC=vector_width(width, some))
+    x, table, y = to.place(op.x), to.vector(op.table), to.place(op.out)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        shape = {"rows": sizes.tokens, "width": width}
+        to.device.launch(kernel, shape, (x, table, step.positions, y, width, some))
+
+    return enqueue
+
+
 @OPS.add(ScaleBy)
 def _scale_by(op: ScaleBy, to: Lowering) -> Enqueue:
     width, span = op.x.width, op.span
@@ -225,7 +265,8 @@ def _scale_by(op: ScaleBy, to: Lowering) -> Enqueue:
 @OPS.add(Gate)
 def _gate(op: Gate, to: Lowering) -> Enqueue:
     width, span = op.x.width, op.span
-    kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), VX_ACT=GATES[op.kind])
+    options = {"VX_ACT": GATES[op.kind], "VX_WIDE": int(op.g.dtype == "f32")}
+    kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), **options)
     arguments = (to.place(op.x), to.place(op.g), to.place(op.out), width, span)
     return _by_rows(to, kernel, op.out, arguments)
 

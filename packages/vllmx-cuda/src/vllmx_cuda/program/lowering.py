@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.values import Rows, Value, WeightRef
 
 from vllmx_cuda.device.arch import number
@@ -97,7 +96,6 @@ class Lowering:
         return self.rotations[rope, axes]
 
     def matrix(self, ref: WeightRef) -> Matrix:
-        """A matrix on the device."""
         weight = self.weights[ref.name]
         assert isinstance(weight, Matrix), f"{ref.name} is a vector"
         return weight
@@ -111,11 +109,10 @@ class Lowering:
         """Bytes of one row of so many features."""
         return width * ITEM_BYTES[self.dtype]
 
-    def product(self, op: Linear) -> MatrixProduct:
-        """The product of a linear."""
-        matrix = self.matrix(op.w)
-        product = matrix.product(self, self.place(op.x), self.place(op.out), self.dtype)
-        self.shapes.setdefault((op.x.rows, *matrix.shape), (op.x.rows, product.enqueue))
+    def product(self, x: Value, w: WeightRef, out: Value) -> MatrixProduct:
+        matrix = self.matrix(w)
+        product = matrix.product(self, self.place(x), self.place(out), self.dtype)
+        self.shapes.setdefault((x.rows, *matrix.shape), (x.rows, product.enqueue))
         return product
 
 
@@ -133,6 +130,7 @@ class Scratch:
     experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
     turned: Memory  # (T, rotary_dim) float32 of each of `rotations`, which live as long as the step
     own_ids: Memory  # (T,) int32, of tokens in a rank's table
+    scores: Memory  # (SCORED_TOKENS, positions) float32, of an indexer
     gathered: Memory  # (L, V) of all ranks, or what they send this one of (T, E) and its sums
 
 

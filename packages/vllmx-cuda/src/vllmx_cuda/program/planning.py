@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllmx_core.backend import LoadOptions
+from vllmx_core.backend_kit.hidden import shared_matrices
 from vllmx_core.backend_kit.limits import (
     check_weights_fit,
     feature_bytes,
@@ -31,6 +32,7 @@ from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.program.expert_ops import expert_stacks
+from vllmx_cuda.program.gated_ops import join_gates
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
@@ -88,16 +90,24 @@ def load_sizes(
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
-    recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
-    steps, specs, constants = join_norms(recording.steps), recording.specs, recording.constants
+    recording = prepare(
+        model,
+        options.max_model_len,
+        "cuda",
+        OPS.supports,
+        adapts=options.adapters is not None,
+    )
+    steps, specs, constants = recording.steps, recording.specs, recording.constants
+    steps = join_gates(join_norms(steps))
     free, processors = device.free_bytes(), device.info.num_processors
-    max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
+    max_rows = step_limits(options, model.shape.limited_row, multiple=ROW_MULTIPLE)
     tokens = max_rows["T"]
     table_values = sum(table.size for table in constants.values())
     target = Target(dtype, number(device.info.arch))
     stacks = expert_stacks(steps.ops)
     mixed = {op.w.name for op in recording.all_ops if isinstance(op, Mix)}
     weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
+    weights = replace(weights, shared=frozenset(shared_matrices(options.hidden)))
     _check_weights(weights.num_bytes, free, dtype, device)
     samples = steps.samples or ties_of(steps.ops, dtype).sends
     buckets = bucket_sizes(options.num_seqs) if samples else ()
@@ -117,7 +127,8 @@ def load_sizes(
         used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
     tower = tower_sizes(model, recording, weights, device, dtype, options, wgmma=wgmma)
     if tower is not None:
-        used += tower.num_bytes + feature_bytes(model.shape, options)
+        used += tower.num_bytes
+    used += feature_bytes(model.shape, options)
     kv = plan_kv(model.shape, options, kv_dtype, free, used)
     _log_memory(device, free, options.memory_fraction, weights.num_bytes, used, kv.num_bytes)
     return LoadSizes(

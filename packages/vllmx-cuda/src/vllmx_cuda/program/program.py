@@ -19,7 +19,7 @@ from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program.layout import max_items
 from vllmx_cuda.program.lowering import Enqueue
 from vllmx_cuda.program.planning import LoadSizes
-from vllmx_cuda.program.sampler import DeviceSampler, Sampled
+from vllmx_cuda.program.sampler import DRAWS, DeviceSampler, Draw, Sampled, draw_of
 from vllmx_cuda.program.staging import Layout, Staging, StepMemory, is_plain
 from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
@@ -110,12 +110,12 @@ class Program:
                 logger.info("captured %d of %d batch sizes, the rest at first use", done, total)
                 return done
             bucket = self._bucket(size)
-            for drawn in (False, True):
+            for draw in DRAWS:  # of stages without a sampler, too: each replay meets the others'
                 nothing, work = _nothing(self._groups), self._no_work(bucket.layout.sizes)
-                self.staging.upload(nothing, _no_rows(drawn), bucket.layout, work)
+                self.staging.upload(nothing, _no_rows(draw), bucket.layout, work)
                 self._replay_forward(bucket)
                 if isinstance(self.ending, DeviceSampler):
-                    self._replay_ids(bucket, drawn)
+                    self._replay_ids(bucket, draw)
             self.device.synchronize()
             if progress:
                 show_progress("capturing graphs", done + 1, total)
@@ -145,7 +145,7 @@ class Program:
             return self.ending.take(0 if placed.captured else placed.layout.sizes.logit_rows)
         picked = placed.captured and is_plain(rows) and rows.num_rows > 0
         if picked:
-            self._replay_ids(placed, not rows.all_greedy)
+            self._replay_ids(placed, draw_of(rows))
         return self.ending.sample(self.logits, placed.memory, rows, picked=picked)
 
     def _replay_forward(self, bucket: PlacedStep) -> None:
@@ -153,13 +153,13 @@ class Program:
         sizes, memory = bucket.layout.sizes, bucket.memory
         self.graphs.run(sizes, lambda: self._enqueue(sizes, memory))
 
-    def _replay_ids(self, bucket: PlacedStep, drawn: bool) -> None:
-        """The ids of every row; `drawn`: some row is not greedy."""
+    def _replay_ids(self, bucket: PlacedStep, draw: Draw) -> None:
+        """The ids of every row."""
         sizes, memory, sampler = bucket.layout.sizes, bucket.memory, self.ending
         assert isinstance(sampler, DeviceSampler), "a model without ids has no buckets"
         self.graphs.run(
-            (sizes, drawn),
-            lambda: sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, drawn=drawn),
+            (sizes, draw),
+            lambda: sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, draw),
         )
 
     def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
@@ -240,5 +240,5 @@ def _nothing(groups: int) -> StepPlan:
     )
 
 
-def _no_rows(drawn: bool) -> SamplingRows:
-    return replace(SamplingRows.greedy(0), all_greedy=not drawn)
+def _no_rows(draw: Draw) -> SamplingRows:
+    return replace(SamplingRows.greedy(0), all_greedy=draw == "greedy")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepResult
@@ -17,13 +18,17 @@ from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepResult
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
-from vllmx_cuda.kernel_specs.sampling import num_chunks
+from vllmx_cuda.kernel_specs.sampling import BINS, CANDIDATES, FEW, num_chunks
 from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory, is_plain
 
 _ENTRIES = (
     "mask_logits",
     "edit_logits",
     "sample_max",
+    "sample_candidates",
+    "sample_among",
+    "sample_count",
+    "sample_collect",
     "sample_threshold",
     "sample_draw",
     "sample_pick",
@@ -35,8 +40,21 @@ _FIRST_BYTES = 1 << 16
 
 def sampler_bytes(vocab_size: int, max_rows: int) -> int:
     """Device memory of a sampler, but for what long lists of edits and counts make it grow by."""
-    row = 4 * vocab_size + 16 * num_chunks(vocab_size) + 4
+    chunk = 6 * 4 + 8 * CANDIDATES
+    row = 4 * vocab_size + chunk * num_chunks(vocab_size) + 12 * BINS + 4
     return max_rows * row + 3 * _FIRST_BYTES
+
+
+Draw = Literal["greedy", "few", "any"]
+"""The most that a step's rows need: the greatest logit; draws from `FEW` ids; any draw."""
+DRAWS: tuple[Draw, ...] = ("greedy", "few", "any")
+
+
+def draw_of(rows: SamplingRows) -> Draw:
+    if rows.all_greedy:
+        return "greedy"
+    few = (rows.top_k > 0) & (rows.top_k <= FEW)
+    return "few" if (few | (rows.temperature == 0) | (rows.target >= 0)).all() else "any"
 
 
 class _Growing:
@@ -108,7 +126,9 @@ class DeviceSampler:
         self._kernels = {entry: KERNELS[entry].variant() for entry in _ENTRIES}
         self._chunks = num_chunks(vocab_size)
         self._edited = device.empty(4 * max_rows * vocab_size)
-        self._chunk_results = [device.empty(4 * max_rows * self._chunks) for _ in range(4)]
+        self._chunk_results = [device.empty(4 * max_rows * self._chunks) for _ in range(6)]
+        self._lists = [device.empty(4 * max_rows * self._chunks * CANDIDATES) for _ in range(2)]
+        self._bins = device.zeros(4 * max_rows * BINS), device.zeros(8 * max_rows * BINS)
         self._threshold = device.empty(4 * max_rows)
         self._sparse, self._logprobs = _Growing(device), _Growing(device)
         self._chunk_top = device.empty(_FIRST_BYTES)
@@ -119,14 +139,10 @@ class DeviceSampler:
     def variants(self) -> Sequence[Variant]:
         return list(self._kernels.values())
 
-    def enqueue_ids(self, logits: Memory, step: StepMemory, count: int, *, drawn: bool) -> None:
+    def enqueue_ids(self, logits: Memory, step: StepMemory, count: int, draw: Draw) -> None:
         """Enqueues what draws ids from the logits of `count` rows as they are. The launches are the
-        same for the same arguments, so that they can be captured.
-
-        Args:
-            drawn: some row is not greedy.
-        """
-        self._pick(logits, step, count, drawn)
+        same for the same arguments, so that they can be captured."""
+        self._pick(logits, step, count, draw)
 
     def sample(
         self, logits: Memory, step: StepMemory, rows: SamplingRows, *, picked: bool = False
@@ -144,7 +160,7 @@ class DeviceSampler:
             return Sampled(0, width, ids, ids)
         if not picked:
             edited = logits if is_plain(rows) else self._edit(logits, step, rows)
-            self._pick(edited, step, count, not rows.all_greedy)
+            self._pick(edited, step, count, draw_of(rows))
         self._device.download(ids, self._last_ids)
         if width is None:
             return Sampled(count, None, ids, ids)
@@ -227,59 +243,32 @@ class DeviceSampler:
         )
         return self._edited
 
-    def _pick(self, edited: Memory, step: StepMemory, count: int, drawn: bool) -> None:
-        best, argmax, score, ids = self._chunk_results
+    def _pick(self, edited: Memory, step: StepMemory, count: int, draw: Draw) -> None:
+        best, argmax, score, ids, least, listed = self._chunk_results
+        lists, list_ids = self._lists
         given, vocab, chunks = step.parameters, self._vocab_size, self._chunks
+        tempered, target = given["temperature"], given["target"]
+        filters = given["min_x"], given["top_k"], given["top_p"]
+        noise = given["seed"], given["position"]
+        if draw == "few":
+            found = best, argmax, least, listed, lists, list_ids
+            wanted = tempered, given["top_k"], target
+            self._launch("sample_candidates", count, [edited, *wanted, *found, vocab])
+            each = tempered, *filters, *noise, target, self._last_ids
+            self._launch("sample_among", count, [edited, *found, *each, vocab, chunks])
+            return
         self._launch("sample_max", count, [edited, best, argmax, vocab])
-        if drawn:
-            self._launch(
-                "sample_threshold",
-                count,
-                [
-                    edited,
-                    best,
-                    argmax,
-                    given["temperature"],
-                    given["min_x"],
-                    given["top_k"],
-                    given["top_p"],
-                    given["target"],
-                    self._threshold,
-                    vocab,
-                    chunks,
-                ],
-            )
-            self._launch(
-                "sample_draw",
-                count,
-                [
-                    edited,
-                    best,
-                    argmax,
-                    given["temperature"],
-                    self._threshold,
-                    given["seed"],
-                    given["position"],
-                    given["target"],
-                    score,
-                    ids,
-                    vocab,
-                ],
-            )
-        self._launch(
-            "sample_pick",
-            count,
-            [
-                best,
-                argmax,
-                score,
-                ids,
-                given["temperature"],
-                given["target"],
-                self._last_ids,
-                chunks,
-            ],
-        )
+        if draw == "any":
+            common = edited, best, argmax, tempered
+            rows = *common, *filters, target, *self._bins
+            self._launch("sample_count", count, [*rows, vocab])
+            self._launch("sample_collect", count, [*rows, listed, lists, vocab])
+            last = listed, lists, self._threshold
+            self._launch("sample_threshold", count, [*rows, *last, vocab, chunks])
+            drawn = self._threshold, *noise, target, score, ids
+            self._launch("sample_draw", count, [*common, *drawn, vocab])
+        picked = best, argmax, score, ids, tempered, target, self._last_ids
+        self._launch("sample_pick", count, [*picked, chunks])
 
     def _score(self, logits: Memory, step: StepMemory, count: int, width: int) -> Bytes:
         packed = self._logprobs.reserve(4 * count * (2 + 2 * width))
@@ -290,7 +279,7 @@ class DeviceSampler:
             out.at(2 * word, word * width),
             out.at((2 + width) * word, word * width),
         ]
-        best, sums = self._chunk_results[2:]  # of the draw, which is over
+        best, sums = self._chunk_results[2:4]  # of the draw, which is over
         entries = word * self._chunks * width
         if 2 * entries > self._chunk_top.num_bytes:
             self._chunk_top = self._device.empty(2 * entries)

@@ -31,8 +31,9 @@ def allocate_states(
 
 
 def can_hold(op: Recurrence) -> bool:
-    """Keys that the registers of eight threads hold."""
-    return op.spec.key_size <= MAX_KEYS
+    """Keys that the registers of eight threads hold; one decay for a head of Mamba."""
+    one_decay = op.spec.rule == "delta" or op.spec.decay == "head"
+    return op.spec.key_size <= MAX_KEYS and one_decay
 
 
 def short_conv(op: ShortConv, to: Lowering) -> Enqueue:

@@ -20,6 +20,7 @@ from vllmx_core.ops.patches import Patches, patches_in
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.values import IdSource, Rows, TokenIds
 from vllmx_core.plan import I32, AnyArray, StepPlan
 
@@ -49,8 +50,11 @@ class OneColumn:
     __slots__ = ()
 
     def columns(self, sizes: StepSizes) -> int:
-        """A single column."""
         return 1
+
+
+_NO_ROWS = np.zeros(0, np.int32)
+"""Padding alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +180,26 @@ class LastSeen(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows(OneColumn):
-    """The row of the store of features that stands for each token."""
+    """The row of the store of features that stands for each token; `own`: of a drafter's parts."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = -1
+    own: bool
+
+    def values(self, plan: StepPlan) -> I32:
+        found = plan.own_rows if self.own else plan.feature_rows
+        return _NO_ROWS if found is None else found
+
+
+@dataclass(frozen=True, slots=True)
+class TapRows(OneColumn):
+    """The row of the store of features that each token's hidden states go to."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = -1
 
     def values(self, plan: StepPlan) -> I32:
-        none = np.zeros(0, np.int32)  # padding alone
-        return none if plan.feature_rows is None else plan.feature_rows
+        return _NO_ROWS if plan.tap_rows is None else plan.tap_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +294,9 @@ def _arrays(op: Op) -> tuple[StepArray, ...]:
     if isinstance(op, SegmentAttention):
         return (*segment_arrays(segments_of_op(op)), *_turns(op))
     if isinstance(op, Place):
-        return (FeatureRows(),)
+        return (FeatureRows(op.own),)
+    if isinstance(op, Tap):
+        return (TapRows(),)
     if isinstance(op, Patches):
         return (PatchValues(op.out.width),)
     if isinstance(op, Mix):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from vllmx_core.ops.attention import first_seen
 from vllmx_core.plan import I32, I64, StepPlan
 
 from vllmx_cuda.program.step_arrays import Places, Segments, StepArray, segment_starts
@@ -25,7 +26,8 @@ WAVES = 4
 class Visibility:
     """The positions that a query token of a layer sees."""
 
-    window: int | None = None
+    reach: int = 0
+    """See `AttentionSpec.reach`."""
     causal: bool = True
     segments: Segments | None = None
     """The segments of `segments_of`, where a token sees those of its own in this step instead of
@@ -178,12 +180,10 @@ def _ranges(plan: StepPlan, visibility: Visibility) -> tuple[I64, I64, I64]:
     rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
     positions = plan.positions.astype(np.int64)
     context = plan.context_len.astype(np.int64)[rows]
-    window = visibility.window
-    begin = np.zeros_like(positions)
-    if window is not None:
-        begin = np.maximum(0, positions - window + 1)
+    reach = visibility.reach
+    begin = np.maximum(0, first_seen(positions, reach))
     if visibility.causal:
         seen = plan.visible_to if visibility.spans else None
         return begin, (positions if seen is None else seen.astype(np.int64)) + 1, rows
-    end = context if window is None else np.minimum(context, positions + window)
+    end = np.minimum(context, positions + reach) if reach else context
     return begin, end, rows

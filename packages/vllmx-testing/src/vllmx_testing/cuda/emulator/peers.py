@@ -25,11 +25,7 @@ _ALONE_S = 0.005
 
 
 class Turns:
-    """Lets the ranks that are here run, one at a time.
-
-    Args:
-        endless: a rank may come later, so that those who wait are not in a deadlock.
-    """
+    """Lets the ranks that are here run, one at a time; with `endless`, more may come."""
 
     def __init__(self, *, endless: bool = False) -> None:
         self._endless = endless
