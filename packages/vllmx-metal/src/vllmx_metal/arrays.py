@@ -63,6 +63,9 @@ class MetalArrays(Arrays):
         wide = word.astype(mx.uint64) * factor
         return (wide >> 32).astype(mx.uint32), wide.astype(mx.uint32)
 
+    def hadamard(self, x: mx.array) -> mx.array:
+        return mx.hadamard_transform(x)
+
     def rms_norm(self, x: mx.array, w: mx.array | None, eps: float) -> mx.array:
         if w is None or w.ndim == 1:
             return mx.fast.rms_norm(x, w, eps)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate_by
-from vllmx_core.ops.segment_attention import SegmentSpec, segments
+from vllmx_core.ops.segment_attention import SegmentSpec, bias_between, segments
 
 from vllmx_metal.arrays import METAL
 from vllmx_metal.fusion import fused
@@ -29,15 +29,15 @@ def attention(
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-    if weights.q_norm is not None:
-        q = mx.fast.rms_norm(q, weights.q_norm, spec.norm_eps)  # float32 from here, as the weight
-    if weights.k_norm is not None:
-        k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
+    if not spec.norm_last:
+        q, k = _normed(q, k, spec, weights)
     if weights.rope is not None:
         cos, sin = step.rotation(weights.rope, spec.rope_axes)
         q = rotate_by(q, cos, sin, interleaved=spec.interleaved, xp=METAL)
         k = k if spec.shared else rotate_by(k, cos, sin, interleaved=spec.interleaved, xp=METAL)
-    q = q.astype(qkv.dtype)
+    if spec.norm_last:
+        q, k = _normed(q, k, spec, weights)
+    q = pages.k.turned(q).astype(qkv.dtype)
     if not spec.shared:
         pages.k.write(step.slots[pages.group], k)
         pages.v.write(step.slots[pages.group], v)
@@ -52,7 +52,18 @@ def attention(
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs)  # (T, H, D)
     if cut.inverse is not None:
         out = out[cut.inverse]
-    return out.reshape(-1, heads * size)
+    return pages.v.turned(out).reshape(-1, heads * size)
+
+
+def _normed(
+    q: mx.array, k: mx.array, spec: AttentionSpec, weights: AttentionWeights[mx.array]
+) -> tuple[mx.array, mx.array]:
+    """The heads by the norms that the layer has: float32 from there on, as the weights."""
+    if weights.q_norm is not None:
+        q = mx.fast.rms_norm(q, weights.q_norm, spec.norm_eps)
+    if weights.k_norm is not None:
+        k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
+    return q, k
 
 
 def _attend(
@@ -127,9 +138,13 @@ def _capped(
 
 
 def segment_attention(
-    qkv: mx.array, spec: SegmentSpec, rope: mx.array | None, step: MetalStep
+    qkv: mx.array,
+    spec: SegmentSpec,
+    rope: mx.array | None,
+    step: MetalStep,
+    bias: mx.array | None = None,
 ) -> mx.array:
-    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
+    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec` and `SegmentAttention`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(-1, heads + 2 * kv_heads, size)
     q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
@@ -142,12 +157,23 @@ def segment_attention(
         mx.fast.scaled_dot_product_attention(
             *(x[:, :, start:end] for x in by_head),
             scale=spec.scale,
-            mask=_window(end - start, spec.window),
+            mask=_added(end - start, spec, by_head[0].dtype, bias),
         )[0].swapaxes(0, 1)  # (n, H, D)
         for start, end in pairwise(segments(spec, step.plan))
         if end > start
     ]
     return mx.concatenate(outs).reshape(-1, heads * size)
+
+
+def _added(
+    length: int, spec: SegmentSpec, dtype: mx.Dtype, bias: mx.array | None
+) -> mx.array | None:
+    """The window, or with a bias (H, n, n) what is added to scores; None: nothing."""
+    seen = _window(length, spec.window)
+    if bias is None:
+        return seen
+    added: mx.array = bias_between(bias, spec.num_heads, length, METAL).astype(dtype)
+    return added if seen is None else mx.where(seen, added, -mx.inf)
 
 
 def _window(length: int, window: int | None) -> mx.array | None:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from importlib.metadata import version
 
 import mlx.core as mx
+from vllmx_core.adapters import AdapterSlots
 from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.hidden import hidden_of, shared_matrices
 from vllmx_core.backend_kit.limits import (
     check_weights_fit,
     feature_bytes,
@@ -29,7 +31,7 @@ from vllmx_metal.arrays import DTYPES
 from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.kernel_choice import OwnKernels, choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
-from vllmx_metal.loaded import MetalLoadedModel
+from vllmx_metal.loaded import MetalHidden, MetalLoadedModel
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.recurrent import allocate_states
@@ -48,7 +50,6 @@ class MetalBackend:
         return "metal"
 
     def supports(self, op: Op) -> bool:
-        """See `vllmx_core.backend.Backend.supports`."""
         return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
@@ -65,12 +66,12 @@ class MetalBackend:
         return current_device().free_bytes
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> MetalLoadedModel:
-        """See `vllmx_core.backend.Backend.load`."""
-        owner = Owner()
+        owner = Owner() if options.hidden is None else options.hidden.owner
         try:
             return owner.call(lambda: self._load(model, source, options, owner))
         except BaseException:
-            owner.close()
+            if options.hidden is None:
+                owner.close()
             raise
 
     def _load(
@@ -80,19 +81,22 @@ class MetalBackend:
         device = current_device()
         dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)
-        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        adapts = options.adapters is not None
+        recording = prepare(model, options.max_model_len, self.name, self.supports, adapts=adapts)
         specs, constants = recording.specs, recording.constants
         most_seqs = options.max_num_seqs or MOST_SEQS
-        most = step_limits(options, model.shape.vocab_size, num_seqs=most_seqs)
-        weights_size = planned_bytes(specs, constants, source, DTYPES[dtype])
+        most = step_limits(options, model.shape.limited_row, num_seqs=most_seqs)
+        shared = shared_matrices(options.hidden)
+        weights_size = planned_bytes(specs, constants, source, DTYPES[dtype], shared)
         _check_weights(weights_size, dtype, device)
         step_bytes = _activation_bytes(
             model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
-        step_bytes += feature_bytes(model.shape, options)
+        slots: AdapterSlots[mx.array] = AdapterSlots(options.adapters, specs, recording.steps.ops)
+        step_bytes += feature_bytes(model.shape, options) + slots.num_bytes
         kv, seqs = plan_kv(model.shape, options, cached, device, weights_size + step_bytes)
         kernels = choose_kernels(DTYPES[dtype])
-        loader = WeightLoader(source, DTYPES[dtype])
+        loader = WeightLoader(source, DTYPES[dtype], shared)
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
             backend=self.name,
@@ -117,7 +121,13 @@ class MetalBackend:
         pages, states = allocate(kv), allocate_states(model.shape.states, kv.states.num_slots)
         held = info.weight_bytes + info.kv_cache_bytes + kv.states.num_bytes
         keep_resident(device, held, step_bytes)
+        hidden: MetalHidden | None = options.hidden
         features = [mx.zeros(size) for size in feature_shapes(model.shape, options)]
+        owns_thread = hidden is None
+        if hidden is not None:
+            features = list(hidden.parts)
+        elif kept := hidden_of(model.shape, features, loader.matrices):
+            hidden = MetalHidden(kept.parts, kept.matrices, owner)
         return MetalLoadedModel(
             recording.steps,
             weights,
@@ -131,6 +141,9 @@ class MetalBackend:
             recording.tower,
             features,
             meet(options.communicator),
+            hidden,
+            owns_thread=owns_thread,
+            adapters=slots,
         )
 
 

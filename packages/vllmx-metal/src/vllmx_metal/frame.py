@@ -42,20 +42,16 @@ class MetalFrame(ArrayFrame[mx.array]):
         return StateStep.of(self.step.plan)
 
     def ids(self, ids: TokenIds) -> mx.array:
-        """See `ArrayFrame.ids`."""
         found: mx.array = getattr(self.step, ids.source)
         return found
 
     def rows(self, ref: WeightRef, ids: mx.array) -> mx.array:
-        """See `ArrayFrame.rows`."""
         return self.table(ref).rows(ids).astype(mx.float32)
 
     def upload(self, array: AnyArray) -> mx.array:
-        """See `ArrayFrame.upload`."""
         return mx.array(np.ascontiguousarray(array))
 
     def vector(self, ref: WeightRef) -> mx.array:
-        """A vector or a constant."""
         weight = self.weights[ref.name]
         assert isinstance(weight, mx.array), f"{ref.name} is a matrix"
         return weight

@@ -1,5 +1,5 @@
 """KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each place of the
-cache, and for 8-bit codes a scale for each vector.
+cache, and for codes a scale for each vector; q4 has two numbers to a byte.
 
 MLX has values, not places: a write gives a new array. It takes the old one's memory, instead of
 copying it, only where nothing else holds the old one. So the pages are rebound with every write,
@@ -14,29 +14,34 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
-from vllmx_core.kv_dtypes import at_limit
-from vllmx_core.model import ModelShape, OwnedKV
+from vllmx_core.kv_dtypes import at_limit, packed_nibbles, sides, turned, unpacked_nibbles
+from vllmx_core.model import ModelShape, OwnedKV, page_rows
 from vllmx_core.system.memory import GIB
 
 from vllmx_metal.arrays import DTYPES, METAL
 from vllmx_metal.device import Device
 
-CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
+CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8, "q4": mx.uint8}
 """The types of stored codes; MLX has e4m3 as bytes."""
 
 
 def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
-    """(..., D) float32 -> codes (..., D), scales (...)."""
+    """(..., D) float32 -> codes (..., D), or (..., D / 2) bytes of q4, and scales (...)."""
+    if dtype == "q4":
+        return packed_nibbles(x, METAL)
     scaled, scale = at_limit(x, dtype, METAL)
     codes = mx.round(scaled).astype(mx.int8) if dtype == "int8" else mx.to_fp8(scaled)
     return codes, scale
 
 
-def dequantise(codes: mx.array, scales: mx.array) -> mx.array:
-    """The values that `quantise` coded, float32."""
-    if codes.dtype == mx.uint8:
-        return mx.from_fp8(codes, mx.float32) * scales[..., None]
-    return codes.astype(mx.float32) * scales[..., None]
+def dequantise(codes: mx.array, scales: mx.array, dtype: str) -> mx.array:
+    """The values that `quantise` coded, float32; those of q4 are still rotated."""
+    values: mx.array
+    if dtype == "q4":
+        values = unpacked_nibbles(codes, METAL)
+    else:
+        values = mx.from_fp8(codes, mx.float32) if dtype == "fp8" else codes.astype(mx.float32)
+    return values * scales[..., None]
 
 
 _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
@@ -58,8 +63,15 @@ class Pages:
     """All keys, or all values, of one place, as the last step that was built leaves them."""
 
     dtype: str
-    data: mx.array  # (blocks * P, K, D)
-    scales: mx.array | None  # (blocks * P, K) float32, of 8-bit codes
+    data: mx.array  # (blocks * P, K, D), or D / 2 bytes of q4
+    scales: mx.array | None  # (blocks * P, K) float32, of codes
+
+    def turned(self, heads: mx.array) -> mx.array:
+        """Heads (..., D) rotated as the vectors of these pages are, or back."""
+        if self.dtype != "q4":
+            return heads
+        rotated: mx.array = turned(heads.astype(mx.float32), METAL).astype(heads.dtype)
+        return rotated
 
     def write(self, slots: mx.array, vectors: mx.array) -> None:
         """vectors (T, K, D) go to slots (T,), rounded to the dtype."""
@@ -75,7 +87,7 @@ class Pages:
         found = mx.take(self.data, slots, axis=0)
         if self.scales is None:
             return found
-        return dequantise(found, mx.take(self.scales, slots, axis=0))
+        return dequantise(found, mx.take(self.scales, slots, axis=0), self.dtype)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -98,8 +110,9 @@ class LayerPages:
 
 def allocate(cache: CachePlan) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
+    keys, values = sides(cache.dtype)
     places = [
-        (_zeros(cache, kv, kv.head_size), _zeros(cache, kv, kv.value_size))
+        (_zeros(cache, kv, keys, kv.head_size), _zeros(cache, kv, values, kv.value_size))
         for kv in cache.layout.places
     ]
     pages = tuple(LayerPages(*places[place], group) for group, place in cache.layout.layers)
@@ -107,10 +120,10 @@ def allocate(cache: CachePlan) -> tuple[LayerPages, ...]:
     return pages
 
 
-def _zeros(cache: CachePlan, kv: OwnedKV, size: int) -> Pages:
-    shape = (cache.num_blocks * cache.block_size, kv.num_kv_heads)
-    data = mx.zeros((*shape, size), _STORED[cache.dtype])
-    return Pages(cache.dtype, data, mx.zeros(shape) if cache.dtype in CODES else None)
+def _zeros(cache: CachePlan, kv: OwnedKV, dtype: str, size: int) -> Pages:
+    shape = (cache.num_blocks * page_rows(kv, cache.block_size), kv.num_kv_heads)
+    data = mx.zeros((*shape, size // 2 if dtype == "q4" else size), _STORED[dtype])
+    return Pages(dtype, data, mx.zeros(shape) if dtype in CODES else None)
 
 
 def _default_num_seqs(

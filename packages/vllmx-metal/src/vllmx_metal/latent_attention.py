@@ -8,6 +8,7 @@ from vllmx_core.ops.attention import AttentionSpec, rotate_by
 from vllmx_core.ops.latent_attention import LatentSpec
 
 from vllmx_metal.arrays import METAL
+from vllmx_metal.indexer import picked_batches
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight
 from vllmx_metal.step import GatheredTiles, MetalStep
@@ -26,8 +27,9 @@ def latent_attention(
     v_b: LinearWeight,
     step: MetalStep,
     pages: LayerPages,
+    picked: mx.array | None = None,
 ) -> mx.array:
-    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec`."""
+    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentAttention`."""
     rank, nope, dtype = spec.rank, spec.nope_size, q.dtype
     cos, sin = step.rotation(rope)
     turned = rotate_by(latent[:, None, rank:], cos, sin, interleaved=spec.interleaved, xp=METAL)
@@ -35,9 +37,13 @@ def latent_attention(
     pages.k.write(step.slots[pages.group], mx.concatenate([normed, turned], axis=-1))
     heads = q.reshape(-1, spec.num_heads, nope + spec.rotary_dim)
     turned = rotate_by(heads[..., nope:], cos, sin, interleaved=spec.interleaved, xp=METAL)
-    absorbed = _by_head(heads[..., :nope], k_b).astype(dtype)
+    absorbed = by_head(heads[..., :nope], k_b).astype(dtype)
     queries = mx.concatenate([absorbed, turned], axis=-1)  # (T, H, C + Dr)
-    cut = step.batches(_as_attention(spec), pages.group, gathered=True)
+    cut = (
+        step.batches(_as_attention(spec), pages.group, gathered=True)
+        if picked is None
+        else picked_batches(step, pages, picked)
+    )
     if cut.order is not None:
         queries = queries[cut.order]
     outs, first = [], 0
@@ -48,7 +54,7 @@ def latent_attention(
     found = outs[0] if len(outs) == 1 else mx.concatenate(outs)  # (T, H, C)
     if cut.inverse is not None:
         found = found[cut.inverse]
-    return _by_head(found, v_b).astype(dtype).reshape(len(q), -1)
+    return by_head(found, v_b).astype(dtype).reshape(len(q), -1)
 
 
 def _as_attention(spec: LatentSpec) -> AttentionSpec:
@@ -56,7 +62,7 @@ def _as_attention(spec: LatentSpec) -> AttentionSpec:
     return AttentionSpec(spec.layer, spec.num_heads, 1, spec.row_size, spec.scale)
 
 
-def _by_head(x: mx.array, stack: LinearWeight) -> mx.array:
+def by_head(x: mx.array, stack: LinearWeight) -> mx.array:
     """x (T, H, in) times the matrix of each head -> (T, H, out)."""
     each = mx.arange(x.shape[1], dtype=mx.uint32)
     return stack.multiply_each(x.swapaxes(0, 1), each, ordered=True).swapaxes(0, 1)

@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.backend import LoadedInfo
+from vllmx_core.adapters import Adapter, AdapterSlots
+from vllmx_core.backend import LoadedInfo, MovableCache
+from vllmx_core.backend_kit.hidden import Hidden
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.backend_kit.sampler import sample
 from vllmx_core.errors import RankLostError
@@ -23,6 +25,7 @@ from vllmx_metal.device import Device, release
 from vllmx_metal.frame import MetalFrame
 from vllmx_metal.kernel_choice import OwnKernels
 from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.moving import MetalRows, block_places
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.ranks import MetalRanks
@@ -31,6 +34,12 @@ from vllmx_metal.step import MetalStep, detached
 from vllmx_metal.weights import MetalWeight
 
 _LOOK_S = 0.2
+
+
+class MetalHidden(Hidden):
+    """Hidden states that a drafter reads, which runs in the thread of its target."""
+
+    owner: Owner
 
 
 class MetalLoadedModel:
@@ -52,7 +61,13 @@ class MetalLoadedModel:
         tower: OpList | None = None,
         features: Sequence[mx.array] = (),
         ranks: MetalRanks | None = None,
+        hidden: MetalHidden | None = None,
+        *,
+        owns_thread: bool = True,
+        adapters: AdapterSlots[mx.array] | None = None,
     ) -> None:
+        self._hidden, self._owns_thread = hidden, owns_thread
+        self._adapters = adapters or AdapterSlots(None, (), ())  # the owner's
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features = list(features)  # the owner's
         self._ranks = ranks
@@ -68,8 +83,23 @@ class MetalLoadedModel:
         self._in_flight: InFlight[MetalStepHandle] = InFlight(info, samples=steps.samples)
 
     @property
+    def hidden(self) -> MetalHidden | None:
+        """See `vllmx_core.backend.HasHidden`."""
+        return self._hidden
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
+
+    @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`."""
+        places = block_places(self._pages, self._info.num_kv_blocks)
+        slots = [(one, "data", 1) for one in self._states]
+        blocks, states = (
+            MetalRows(some, self._owner, self._finish_running) for some in (places, slots)
+        )
+        return MovableCache(blocks, states if slots else None, in_host_memory=False)
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> MetalStepHandle:
         """See `vllmx_core.backend.LoadedModel.step`. What a step raises, its result() raises."""
@@ -94,6 +124,10 @@ class MetalLoadedModel:
         plan = detached(plan)
         self._owner.submit(lambda: self._run_tower(plan))
 
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """See `vllmx_core.backend.HasAdapters`."""
+        self._owner.call(lambda: self._adapters.put(slot, adapter, mx.array))
+
     def _begin(self, plan: StepPlan) -> MetalStepHandle:
         self._in_flight.check_room(plan)
         lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
@@ -107,11 +141,11 @@ class MetalLoadedModel:
             self._owner.submit(lambda: self._run_sampler(handle, rows))
 
     def close(self) -> None:
-        """See `vllmx_core.backend.LoadedModel.close`."""
         if not self._in_flight.close() or (self._ranks is not None and self._ranks.ended):
             return
         self._owner.call(self._free)
-        self._owner.close()
+        if self._owns_thread:
+            self._owner.close()
 
     # In the owner's thread
 
@@ -160,7 +194,8 @@ class MetalLoadedModel:
         self._finish_running()
         handle.started_s = time.perf_counter()
         kept = [page.arrays for page in self._pages], [one.data for one in self._states]
-        mx.async_eval(arrays, *kept)
+        parts = [] if self._hidden is None else list(self._hidden.parts)
+        mx.async_eval(arrays, *kept, parts)
         self._running = handle
 
     def _logits(self, plan: StepPlan) -> tuple[mx.array, mx.array]:
@@ -181,6 +216,7 @@ class MetalLoadedModel:
             self._features,
             self._ranks,
         )
+        frame.adapters = self._adapters.filled
         logits: mx.array = self._interpreter.run(frame)
         return logits, step.tokens[step.logit_rows]
 
@@ -214,7 +250,7 @@ class MetalLoadedModel:
     def _free(self) -> None:
         self._finish_running()
         self._weights, self._pages, self._states, self._last_ids = {}, (), (), None
-        self._features = []
+        self._features, self._hidden = [], None
         release(self._device)
 
     # In the engine's thread
@@ -249,10 +285,8 @@ class MetalStepHandle:
         self.done: Future[tuple[dict[str, AnyArray], float]] = Future()
 
     def sample(self, rows: SamplingRows) -> MetalStepHandle:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
         self._model._sample(self, rows)
         return self
 
     def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
         return self._model._result(self)

@@ -27,9 +27,7 @@ class Matrix(Protocol):
         ...
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """All that it holds."""
-        ...
+    def arrays(self) -> tuple[mx.array, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

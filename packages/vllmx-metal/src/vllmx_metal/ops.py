@@ -8,9 +8,14 @@ from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
+from vllmx_core.backend_kit.compressed import compress, compressed_attention, rows_seen
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.compress import Compress
+from vllmx_core.ops.compressed_attention import CompressedAttention
 from vllmx_core.ops.experts import Experts, activated
+from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head, softcap
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.recurrence import Recurrence
@@ -21,7 +26,8 @@ from vllmx_core.recorded.op_table import OpTable
 from vllmx_metal.arrays import METAL
 from vllmx_metal.attention import attention, segment_attention
 from vllmx_metal.frame import MetalFrame
-from vllmx_metal.latent_attention import latent_attention
+from vllmx_metal.indexer import pick_tokens
+from vllmx_metal.latent_attention import by_head, latent_attention
 from vllmx_metal.matrices import LinearWeight
 from vllmx_metal.recurrent import recurrence, short_conv
 
@@ -53,13 +59,51 @@ def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
         frame.matrix(op.v_b),
         frame.step,
         frame.pages[op.spec.layer],
+        None if op.picked is None else frame[op.picked],
     )
+
+
+@OPS.add(Indexer)
+def _indexer(op: Indexer, frame: MetalFrame) -> None:
+    frame[op.out] = pick_tokens(op, frame)
+
+
+@OPS.add(Compress)
+def _compress(op: Compress, frame: MetalFrame) -> None:
+    pages, step, states = frame.pages[op.spec.layer], frame.state_step, frame.states[op.spec.state]
+    before, page = states.before(step.on_device.source), frame.step.block_size
+    left, entries, slots = compress(op, frame, step.rows, before, pages.group, page)
+    states.data[step.target] = left
+    if len(entries):
+        (pages.k if op.spec.part == "entries" else pages.v).write(slots, entries)
+
+
+@OPS.add(CompressedAttention)
+def _compressed_attention(op: CompressedAttention, frame: MetalFrame) -> None:
+    step, states = frame.state_step, frame.states[op.spec.state]
+    seen = rows_seen(op, frame, states.before(step.on_device.source))
+    windows, left = step.windows(op.spec.window)
+    states.data[step.target] = seen[left][:, None]
+    pages = None if op.spec.layer is None else frame.pages[op.spec.layer]
+
+    def entries_at(slots: mx.array) -> mx.array:
+        assert pages is not None, "a window alone has no entries"
+        return pages.k.gather(slots.flatten()).reshape(*slots.shape, -1)
+
+    group, page = 0 if pages is None else pages.group, frame.step.block_size
+    frame[op.out] = compressed_attention(op, frame, seen, windows, entries_at, group, page)
+
+
+@OPS.add(GroupedLinear)
+def _grouped_linear(op: GroupedLinear, frame: MetalFrame) -> None:
+    groups = frame[op.x].reshape(-1, op.w.count, op.w.cols)
+    frame[op.out] = by_head(groups, frame.matrix(op.w)).astype(frame.dtype).flatten(1)
 
 
 @OPS.add(SegmentAttention)
 def _segment_attention(op: SegmentAttention, frame: MetalFrame) -> None:
-    rope = frame.optional(op.rope)
-    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)
+    rope, bias = frame.optional(op.rope), frame.optional(op.bias)
+    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step, bias)
 
 
 @OPS.add(ShortConv)

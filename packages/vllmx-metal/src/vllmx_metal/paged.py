@@ -71,12 +71,13 @@ def page_template(q: mx.array, spec: AttentionSpec, pages: LayerPages) -> list[t
     heads, size = q.shape[1:]
     return [
         ("T", q.dtype),
-        ("S", pages.k.data.dtype),
         ("D", size),
         ("H", heads),
         ("K", spec.num_kv_heads),
         ("GROUP", heads // spec.num_kv_heads),
         ("SCALED", pages.k.scales is not None),
+        ("K_NIBBLES", pages.k.dtype == "q4"),
+        ("V_NIBBLES", pages.v.dtype == "q4"),
         ("CAPPED", spec.softcap is not None),
     ]
 

@@ -95,7 +95,7 @@ def paged_prefill(
         *page_template(q, spec, pages),
         ("PAGE", tiles.page),
         ("SIMDS", SIMDS),
-        ("WINDOW", spec.window or 0),
+        ("REACH", spec.reach),
         ("SINKS", sinks is not None),
     ]
     (out,) = kernel()(

@@ -55,7 +55,6 @@ class MetalHostRanks(HostRanks[mx.array]):
         super().__init__(communicator, np.array, mx.array)
 
     def failure(self, error: BaseException) -> BaseException:
-        """See `MetalRanks.failure`."""
         return error
 
 

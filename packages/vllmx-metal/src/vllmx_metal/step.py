@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec, first_seen
 from vllmx_core.plan import I32, PatchRows, StepPlan
 from vllmx_core.query_tiles import QueryTiles
 
@@ -118,13 +118,13 @@ class MetalStep:
         layer of its kind that asks. `gathered`: no kernel reads the pages where they lie."""
         kernels = OwnKernels() if gathered else self.kernels
         kernels = replace(kernels, prefill=kernels.prefill and prefill_fits(spec))
-        key = (group, spec.window, spec.causal, spec.spans, kernels)
+        key = (group, spec.reach, spec.causal, spec.spans, kernels)
         if key not in self._batches:
             self._batches[key] = self._cut(spec, self.plan.block_tables[group], kernels)
         return self._batches[key]
 
     def _cut(self, spec: AttentionSpec, table: I32, kernels: OwnKernels) -> Batches:
-        tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS, spans=spec.spans)
+        tiles = QueryTiles.cut(self.plan, spec.reach, spec.causal, TILE_TOKENS, spans=spec.spans)
         single = tiles.queries == 1
         ahead = np.maximum.reduceat(self._seen(spec) - self.plan.positions, tiles.first_token)
         prefill = kernels.prefill & (ahead == 0)  # the kernel has no place for spans
@@ -171,15 +171,14 @@ class MetalStep:
         slots = blocks * self.block_size + held % self.block_size
         tokens = tiles.tokens().reshape(len(tiles), -1)  # (N, Q)
         queries = self.plan.positions[tokens]  # (N, Q) positions
-        behind = queries[:, :, None] - keys[:, None, :]  # (N, Q, C)
-        mask = np.broadcast_to((keys <= tiles.last_key[:, None])[:, None, :], behind.shape)
+        keys, queries = keys[:, None, :], queries[:, :, None]
+        mask = (keys <= tiles.last_key[:, None, None]) & (keys >= first_seen(queries, spec.reach))
         if spec.causal:
-            mask = mask & (keys[:, None, :] <= self._seen(spec)[tokens][:, :, None])
-            behind = np.maximum(behind, 0)  # a window reaches back alone
-        if spec.window is not None:
-            mask = mask & (np.abs(behind) < spec.window)
+            mask = mask & (keys <= self._seen(spec)[tokens][:, :, None])
+        elif spec.window is not None:
+            mask = mask & (keys < queries + spec.window)
         return GatheredTiles(
-            len(tiles), queries.shape[1], mx.array(slots.ravel().astype(np.int32)), _shortest(mask)
+            len(tiles), tokens.shape[1], mx.array(slots.ravel().astype(np.int32)), _shortest(mask)
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +17,18 @@ from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, is_plain
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal.arrays import DTYPES, to_mlx
-from vllmx_metal.matrices import DenseMatrix, Form, LinearWeight, Matrix, stacked
-from vllmx_metal.quantised import quantised_matrix
-from vllmx_metal.stacks import forms_of, stack_of
+from vllmx_metal.matrices import (
+    DenseMatrix,
+    Form,
+    LinearWeight,
+    Matrix,
+    QuantisedMatrix,
+    StackedMatrix,
+    joined,
+    stacked,
+    with_arrays,
+)
+from vllmx_metal.quantised import native_form, quantised_matrix
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -32,9 +41,10 @@ def planned_bytes(
     constants: Mapping[str, AnyArray],
     source: WeightSource,
     dtype: mx.Dtype,
+    shared: Collection[TieKey] = (),
 ) -> int:
-    """The most that `WeightLoader` will take for a map, known before anything is read. Raises
-    WeightFormatError as it would."""
+    """The most that `WeightLoader` will take for a map, but for matrices that are shared, known
+    before anything is read. Raises WeightFormatError as it would."""
     matrices: dict[TieKey, int] = {}
     rest = sum(table.size * 4 for table in constants.values())
     for spec in specs:
@@ -45,7 +55,7 @@ def planned_bytes(
         parts = parts_of(spec, source)
         forms = zip(parts, forms_of(spec, parts), strict=True)
         matrices[tie_key(spec)] = sum(_matrix_bytes(part, form, dtype) for part, form in forms)
-    return sum(matrices.values()) + rest
+    return sum(size for key, size in matrices.items() if key not in shared) + rest
 
 
 def _matrix_bytes(part: WeightPart, form: Form | None, dtype: mx.Dtype) -> int:
@@ -75,7 +85,8 @@ class WeightLoader:
 
     source: WeightSource
     dtype: mx.Dtype
-    _matrices: dict[TieKey, Matrix] = field(default_factory=dict)
+    matrices: dict[TieKey, Matrix] = field(default_factory=dict)
+    """Loaded ones; at first those of another model, which are shared."""
     _dequantised: Counter[str] = field(default_factory=Counter)
 
     def load(
@@ -98,16 +109,16 @@ class WeightLoader:
             found = parts_of(spec, self.source)
             return self._joined([self._dense(part, spec.offset, mx.float32) for part in found])
         key = tie_key(spec)
-        if key not in self._matrices:  # a head that is tied to the embedding is held once
+        if key not in self.matrices:  # a head that is tied to the embedding is held once
             parts = parts_of(spec, self.source)
             forms = zip(parts, forms_of(spec, parts), strict=True)
             made = [self._matrix(part, form, spec.offset) for part, form in forms]
             whole = stack_of(spec, made) if spec.kind == "stack" else stacked(made)
-            self._matrices[key] = whole
-            mx.eval(self._matrices[key].arrays)  # what they were made of is freed
+            self.matrices[key] = whole
+            mx.eval(self.matrices[key].arrays)  # what they were made of is freed
         if spec.kind == "embedding":
-            return self._matrices[key]
-        return LinearWeight(self._matrices[key], self._bias(spec))
+            return self.matrices[key]
+        return LinearWeight(self.matrices[key], self._bias(spec))
 
     def _bias(self, spec: WeightSpec) -> mx.array | None:
         bias = bias_of(spec, self.source)
@@ -138,3 +149,49 @@ class WeightLoader:
         array = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
         mx.eval(array)
         return array
+
+
+def forms_of(spec: WeightSpec, parts: Sequence[WeightPart]) -> list[Form | None]:
+    """The form of each part of a weight. Parts at the same place of a stack's matrices are
+    multiplied together: they have one form, and their columns lie in order, or are dequantised."""
+    forms = [None if spec.offset else native_form(part) for part in parts]
+    if spec.kind != "stack":
+        return forms
+    each = len(parts) // spec.count
+    for place in range(each):
+        orders = any(part.layout.options.get("act_order") for part in parts[place::each])
+        if orders or len(set(forms[place::each])) > 1:
+            forms[place::each] = [None] * spec.count
+    return forms
+
+
+def stack_of(spec: WeightSpec, matrices: Sequence[Matrix]) -> Matrix:
+    """One stack out of the parts of its matrices; parts of one kind become one array."""
+    each = len(matrices) // spec.count
+    places = [_stack(matrices[place::each]) for place in range(each)]
+    first = places[0]
+    if isinstance(first, QuantisedMatrix):
+        alike = all(first.joins(one) for one in places)
+    else:
+        alike = all(isinstance(one, DenseMatrix) for one in places)
+    return joined(places, axis=1) if alike else StackedMatrix(tuple(places))
+
+
+def _stack(matrices: Sequence[Matrix]) -> Matrix:
+    """(X, out, in) of X matrices of one form."""
+    equal = _with_equal_scales(matrices)
+    return joined(
+        [with_arrays(one, [array[None] for array in one.arrays]) for one in equal], axis=0
+    )
+
+
+def _with_equal_scales(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
+    """Scales that would be narrowed for some matrices alone are float32 for all."""
+    found = [one for one in matrices if isinstance(one, QuantisedMatrix) and one.biases is not None]
+    if len({one.scales.dtype for one in found}) < 2:
+        return matrices
+    return [
+        replace(one, scales=one.scales.astype(mx.float32), biases=one.biases.astype(mx.float32))
+        for one in found
+        if one.biases is not None
+    ]

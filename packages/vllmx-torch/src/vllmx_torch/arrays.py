@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,6 +68,9 @@ class TorchArrays(Arrays):
     def take_along_axis(self, x: Tensor, indices: Tensor, axis: int) -> Tensor:
         return x.gather(axis, indices)
 
+    def hadamard(self, x: Tensor) -> Tensor:
+        return x @ _hadamard_matrix(x.shape[-1], x.device)
+
     def layer_norm(self, x: Tensor, w: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         if w is None or w.ndim == 1:
             return functional.layer_norm(x, x.shape[-1:], w, bias, eps)
@@ -74,3 +78,9 @@ class TorchArrays(Arrays):
 
 
 TORCH = TorchArrays()
+
+
+@cache
+def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    matrix: Tensor = Arrays.hadamard(TORCH, torch.eye(size, device=device))
+    return matrix

@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, normed, rotate
 from vllmx_core.ops.head import softcap
-from vllmx_core.ops.segment_attention import SegmentSpec, segments
+from vllmx_core.ops.segment_attention import SegmentSpec, bias_between, segments
 
 from vllmx_torch.arrays import TORCH
 from vllmx_torch.kv_cache import LayerPages, Pages, values
@@ -35,11 +35,11 @@ class Scratch:
         gathered = self._take(name, shape, data.dtype, data.device)
         torch.index_select(data, 1, flat, out=gathered)
         if data.dtype != torch.float32:
-            stored = gathered if pages.scales is None else values(gathered)
-            gathered = self._take(name, shape, torch.float32, data.device).copy_(stored)
+            stored = gathered if pages.scales is None else values(gathered, pages.dtype)
+            gathered = self._take(name, stored.shape, torch.float32, data.device).copy_(stored)
         if pages.scales is not None:
             gathered.mul_(pages.scales[:, flat, None])
-        return gathered.view(kv_heads, *slots.shape, size)
+        return gathered.view(kv_heads, *slots.shape, -1)
 
     def _take(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -62,14 +62,14 @@ def attention(
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.view(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-    if weights.q_norm is not None:
-        q = TORCH.rms_norm(q, weights.q_norm, spec.norm_eps)
-    if weights.k_norm is not None:
-        k = TORCH.rms_norm(k, weights.k_norm, spec.norm_eps)
+    if not spec.norm_last:
+        q, k = normed(q, k, spec, weights, TORCH)
     if weights.rope is not None:
         table = step.rotations(weights.rope, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved, xp=TORCH)
         k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
+    if spec.norm_last:
+        q, k = normed(q, k, spec, weights, TORCH)
     out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)
     return out.view(-1, heads * size)
 
@@ -89,11 +89,12 @@ def paged_attention(
     if not spec.shared:
         pages.k.write(step.slots[pages.group], k)
         pages.v.write(step.slots[pages.group], v)
+    q = pages.k.turned(q)
     out = torch.empty_like(q)  # (T, H, D)
-    for batch in step.batches(pages.group, spec.window, spec.causal, spans=spec.spans):
+    for batch in step.batches(pages.group, spec.reach, spec.causal, spans=spec.spans):
         attended = _attend(q[batch.tokens], batch, spec, sinks, pages, scratch)
         out.index_copy_(0, batch.tokens, attended)
-    return out
+    return pages.v.turned(out)
 
 
 def _attend(
@@ -126,9 +127,13 @@ def _attend(
 
 
 def segment_attention(
-    qkv: Tensor, spec: SegmentSpec, rope: Tensor | None, step: TorchStep
+    qkv: Tensor,
+    spec: SegmentSpec,
+    rope: Tensor | None,
+    step: TorchStep,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
+    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec` and `SegmentAttention`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], dim=1)
     if rope is not None:
@@ -142,11 +147,20 @@ def segment_attention(
             q[:, start:end],
             k[:, start:end],
             v[:, start:end],
-            attn_mask=_window(end - start, spec.window, q.device),
+            attn_mask=_added(end - start, spec, q, bias),
             scale=spec.scale,
             enable_gqa=heads != kv_heads,
         )
     return out.transpose(0, 1).reshape(-1, heads * size)
+
+
+def _added(length: int, spec: SegmentSpec, q: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The window, or with a bias (H, n, n) what is added to scores; None: nothing."""
+    seen = _window(length, spec.window, q.device)
+    if bias is None:
+        return seen
+    added: Tensor = bias_between(bias, spec.num_heads, length, TORCH).to(q.dtype)
+    return added if seen is None else added.masked_fill(~seen, -torch.inf)
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

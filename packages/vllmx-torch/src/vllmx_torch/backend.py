@@ -6,12 +6,15 @@ import logging
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
+from vllmx_core.adapters import AdapterSlots
 from vllmx_core.backend import (
     DEVICE_STEP_TIMEOUT_S,
     HOST_STEP_TIMEOUT_S,
     LoadedInfo,
     LoadOptions,
 )
+from vllmx_core.backend_kit.hidden import hidden_of, shared_matrices
 from vllmx_core.backend_kit.limits import (
     check_weights_fit,
     feature_bytes,
@@ -22,7 +25,7 @@ from vllmx_core.backend_kit.limits import (
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.communicator import place_of
 from vllmx_core.dtypes import choose_dtype
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_dtypes import kv_dtype
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
@@ -44,7 +47,7 @@ from vllmx_torch.device import (
 )
 from vllmx_torch.foreign.model import TransformersModel
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
-from vllmx_torch.foreign.running import RunningModule
+from vllmx_torch.foreign.running import load_running
 from vllmx_torch.kv_cache import allocate, allocate_states, dtypes_of, plan_kv
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
@@ -88,12 +91,14 @@ class TorchBackend:
         cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":
             torch.set_num_threads(_num_threads(options))
-        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        adapts = options.adapters is not None
+        recording = prepare(model, options.max_model_len, self.name, self.supports, adapts=adapts)
         specs, constants = recording.specs, recording.constants
-        most = step_limits(options, model.shape.vocab_size)
+        most = step_limits(options, model.shape.limited_row)
+        shared = shared_matrices(options.hidden)
         foreign = model if isinstance(model, TransformersModel) else None
         weights_size = (
-            weight_bytes(specs, constants, DTYPES[dtype])
+            weight_bytes(specs, constants, DTYPES[dtype], shared)
             if foreign is None
             else foreign.weight_bytes(DTYPES[dtype])
         )
@@ -112,22 +117,36 @@ class TorchBackend:
             most["T"],
             most["L"],
         )
-        used += feature_bytes(model.shape, options)
-        kv = plan_kv(model.shape, options, cached, device, free, used)
-        loader = WeightLoader(source, DTYPES[dtype], device)
+        slots: AdapterSlots[Tensor] = AdapterSlots(options.adapters, specs, recording.steps.ops)
+        used += feature_bytes(model.shape, options) + slots.num_bytes
+        shape = foreign.shape_within(options.max_model_len) if foreign else model.shape
+        try:
+            kv = plan_kv(shape, options, cached, device, free, used)
+        except CapacityError as error:
+            if foreign is None or foreign.layers:
+                raise
+            raise CapacityError(
+                f"{error.message}; a slot holds the cache of max_model_len"
+                f" {options.max_model_len} tokens: lower --max-model-len",
+                param="max_model_len",
+            ) from error
+        loader = WeightLoader(source, DTYPES[dtype], device, shared)
         weights: dict[str, TorchWeight | ForeignModule] = {}
         weights |= loader.load(specs, constants, progress=options.progress)
         if foreign is not None:
-            weights[FOREIGN_MODULE] = RunningModule.load(foreign, source, DTYPES[dtype], device)
+            weights[FOREIGN_MODULE] = load_running(foreign, source, DTYPES[dtype], device)
         info = _info(
             model, options, device, dtype, cached, most=most, weights_size=weights_size, kv=kv
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
-        pages, states = allocate(kv, device), allocate_states(model.shape, kv, device)
+        pages = allocate(kv, device)
+        states = () if foreign else allocate_states(model.shape, kv, device)
         features = tuple(
             torch.zeros(size, device=device) for size in feature_shapes(model.shape, options)
         )
+        if options.hidden is not None:
+            features = options.hidden.parts
         return TorchLoadedModel(
             recording.steps,
             weights,
@@ -139,6 +158,8 @@ class TorchBackend:
             recording.tower,
             features,
             ranks_of(options.communicator, device, recording.steps.ops),
+            hidden_of(model.shape, features, loader.matrices),
+            adapters=slots,
         )
 
 

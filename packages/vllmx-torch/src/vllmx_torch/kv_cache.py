@@ -1,6 +1,6 @@
 """KV pages as tensors: (K, blocks * P, D) for keys and as many values in each place of the cache,
-so that gathered context is ready for a batched product over the heads. 8-bit pages come with a
-scale for each vector."""
+so that gathered context is ready for a batched product over the heads. Pages of codes come with a
+scale for each vector; q4 has two numbers to a byte."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
-from vllmx_core.kv_dtypes import KV_DTYPES, at_limit
-from vllmx_core.model import ModelShape, OwnedKV
+from vllmx_core.kv_dtypes import (
+    KV_DTYPES,
+    at_limit,
+    packed_nibbles,
+    sides,
+    turned,
+    unpacked_nibbles,
+)
+from vllmx_core.model import ModelShape, OwnedKV, page_rows
 from vllmx_core.system.memory import GIB
 
 from vllmx_torch.arrays import TORCH
 from vllmx_torch.weights import DTYPES
 
-CODES = {"int8": torch.int8, "fp8": torch.uint8}
+CODES = {"int8": torch.int8, "fp8": torch.uint8, "q4": torch.uint8}
 """The types of stored codes; e4m3 as bytes, because few operations take torch's own type."""
 
 
 def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """(..., D) float32 -> codes (..., D), scales (...)."""
+    """(..., D) float32 -> codes (..., D), or (..., D / 2) bytes of q4, and scales (...)."""
+    if dtype == "q4":
+        return packed_nibbles(x, TORCH)
     scaled, scale = at_limit(x, dtype, TORCH)
     codes = (
         scaled.round().to(torch.int8)
@@ -33,9 +42,12 @@ def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def values(codes: Tensor) -> Tensor:
-    """Codes as torch's own type of their values, int8 or e4m3."""
-    return codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
+def values(codes: Tensor, dtype: str) -> Tensor:
+    """Codes as numbers: int8, e4m3 or, of q4, float32."""
+    if dtype == "q4":
+        found: Tensor = unpacked_nibbles(codes, TORCH)
+        return found
+    return codes if dtype == "int8" else codes.view(torch.float8_e4m3fn)
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
@@ -58,12 +70,17 @@ class Pages:
     """All keys, or all values, of one place."""
 
     dtype: str
-    data: Tensor  # (K, blocks * P, D)
-    scales: Tensor | None  # (K, blocks * P) float32, of 8-bit codes
+    data: Tensor  # (K, blocks * P, D), or D / 2 bytes of q4
+    scales: Tensor | None  # (K, blocks * P) float32, of codes
 
     @property
     def num_bytes(self) -> int:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Heads (..., D) rotated as the vectors of these pages are, or back."""
+        rotated: Tensor = turned(heads, TORCH) if self.dtype == "q4" else heads
+        return rotated
 
     def write(self, slots: Tensor, vectors: Tensor) -> None:
         """vectors (T, K, D) float32 to slots (T,), rounded to the dtype."""
@@ -88,18 +105,23 @@ class LayerPages:
 
 def allocate(cache: CachePlan, device: torch.device) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
+    keys, values = sides(cache.dtype)
     places = [
-        (_zeros(cache, kv, kv.head_size, device), _zeros(cache, kv, kv.value_size, device))
+        (
+            _zeros(cache, kv, keys, kv.head_size, device),
+            _zeros(cache, kv, values, kv.value_size, device),
+        )
         for kv in cache.layout.places
     ]
     return tuple(LayerPages(*places[place], group) for group, place in cache.layout.layers)
 
 
-def _zeros(cache: CachePlan, kv: OwnedKV, size: int, device: torch.device) -> Pages:
-    shape = (kv.num_kv_heads, cache.num_blocks * cache.block_size)
-    data = torch.zeros(*shape, size, dtype=_STORED[cache.dtype], device=device)
-    scales = torch.zeros(shape, device=device) if cache.dtype in CODES else None
-    return Pages(cache.dtype, data, scales)
+def _zeros(cache: CachePlan, kv: OwnedKV, dtype: str, size: int, device: torch.device) -> Pages:
+    shape = (kv.num_kv_heads, cache.num_blocks * page_rows(kv, cache.block_size))
+    width = size // 2 if dtype == "q4" else size
+    data = torch.zeros(*shape, width, dtype=_STORED[dtype], device=device)
+    scales = torch.zeros(shape, device=device) if dtype in CODES else None
+    return Pages(dtype, data, scales)
 
 
 def allocate_states(

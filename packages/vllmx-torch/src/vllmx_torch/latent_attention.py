@@ -10,6 +10,7 @@ from vllmx_core.ops.latent_attention import LatentSpec
 
 from vllmx_torch.arrays import TORCH
 from vllmx_torch.attention import Scratch
+from vllmx_torch.indexer import picked_batches
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import AttentionBatch, TorchStep
 from vllmx_torch.weights import LinearWeight
@@ -29,23 +30,29 @@ def latent_attention(
     step: TorchStep,
     pages: LayerPages,
     scratch: Scratch,
+    picked: Tensor | None = None,
 ) -> Tensor:
-    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec`."""
+    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentAttention`."""
     table, rank, nope = rope[step.positions], spec.rank, spec.nope_size  # (T, Dr)
     turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved, xp=TORCH)
     normed = TORCH.rms_norm(latent[:, None, :rank], norm, spec.norm_eps)
     pages.k.write(step.slots[pages.group], torch.cat([normed, turned], dim=2))
     heads = q.view(-1, spec.num_heads, nope + spec.rotary_dim)
     turned = rotate(heads[..., nope:], table, interleaved=spec.interleaved, xp=TORCH)
-    queries = torch.cat([_by_head(heads[..., :nope], k_b), turned], dim=2)  # (T, H, C + Dr)
+    queries = torch.cat([by_head(heads[..., :nope], k_b), turned], dim=2)  # (T, H, C + Dr)
     found = queries.new_empty(len(q), spec.num_heads, rank)
-    for batch in step.batches(pages.group, None, True):
+    batches = (
+        step.batches(pages.group, 0, True)
+        if picked is None
+        else picked_batches(step, pages, picked)
+    )
+    for batch in batches:
         attended = _attend(queries[batch.tokens], batch, spec, pages, scratch)
         found.index_copy_(0, batch.tokens, attended)
-    return _by_head(found, v_b).reshape(len(q), -1)
+    return by_head(found, v_b).reshape(len(q), -1)
 
 
-def _by_head(x: Tensor, stack: LinearWeight) -> Tensor:
+def by_head(x: Tensor, stack: LinearWeight) -> Tensor:
     """x (T, H, in) times the matrix of each head -> (T, H, out) float32."""
     product = x.transpose(0, 1).to(stack.matrix.dtype) @ stack.matrix.mT  # (H, T, out)
     return product.transpose(0, 1).float()

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from vllmx_core.backend import LoadedInfo
+from vllmx_core.adapters import Adapter, AdapterSlots
+from vllmx_core.backend import LoadedInfo, MovableCache
+from vllmx_core.backend_kit.hidden import Hidden
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.backend_kit.sampler import sample
 from vllmx_core.communicator import RowRanks
@@ -20,9 +22,10 @@ from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import ForeignModule
 from vllmx_torch.frame import TorchFrame
 from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.moving import TorchRows, block_views
 from vllmx_torch.ops import OPS
 from vllmx_torch.step import TorchStep
-from vllmx_torch.transfer import Download, Started, StepClock
+from vllmx_torch.transfer import Download, Started, StepClock, upload
 from vllmx_torch.weights import TorchWeight
 
 
@@ -46,7 +49,11 @@ class TorchLoadedModel:
         tower: OpList | None = None,
         features: tuple[Tensor, ...] = (),
         ranks: RowRanks[Tensor] | None = None,
+        hidden: Hidden | None = None,
+        adapters: AdapterSlots[Tensor] | None = None,
     ) -> None:
+        self._hidden = hidden
+        self._adapters = adapters or AdapterSlots(None, (), ())
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features, self._ranks = features, ranks
         self._pass: TorchFrame | None = None
@@ -62,8 +69,20 @@ class TorchLoadedModel:
         self._in_flight: InFlight[TorchStepHandle] = InFlight(info, samples=steps.samples)
 
     @property
+    def hidden(self) -> Hidden | None:
+        """See `vllmx_core.backend.HasHidden`."""
+        return self._hidden
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
+
+    @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`."""
+        blocks = TorchRows(block_views(self._pages, self._info.num_kv_blocks))
+        states = TorchRows([(one, 0) for one in self._states]) if self._states else None
+        return MovableCache(blocks, states, in_host_memory=False)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, rows: SamplingRows) -> TorchStepHandle:
@@ -113,6 +132,11 @@ class TorchLoadedModel:
         if end >= 1.0:
             self._pass = None
 
+    @torch.inference_mode()
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """See `vllmx_core.backend.HasAdapters`."""
+        self._adapters.put(slot, adapter, lambda array: upload(array, np.float32, self._device))
+
     def _forward(self, plan: StepPlan) -> TorchStepHandle:
         started, self._tower_started = self._tower_started or self._clock.start(), None
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
@@ -125,6 +149,7 @@ class TorchLoadedModel:
             self._features,
             self._ranks,
         )
+        frame.adapters = self._adapters.filled
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
         return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
 
@@ -146,7 +171,7 @@ class TorchLoadedModel:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._weights, self._pages, self._states, self._scratch = {}, (), (), Scratch()
-        self._features, self._pass, self._ranks = (), None, None
+        self._features, self._hidden, self._pass, self._ranks = (), None, None, None
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -8,10 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllmx_core.backend_kit.compressed import compress, compressed_attention, rows_seen
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.combine import Combine
+from vllmx_core.ops.compress import Compress
+from vllmx_core.ops.compressed_attention import CompressedAttention
 from vllmx_core.ops.experts import Experts, activated
+from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head, softcap
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.recurrence import Recurrence
@@ -24,7 +29,8 @@ from vllmx_torch.attention import attention, segment_attention
 from vllmx_torch.experts import experts, some_experts
 from vllmx_torch.foreign.op import RunModule
 from vllmx_torch.frame import TorchFrame
-from vllmx_torch.latent_attention import latent_attention
+from vllmx_torch.indexer import pick_tokens
+from vllmx_torch.latent_attention import by_head, latent_attention
 from vllmx_torch.recurrent import recurrence, short_conv
 from vllmx_torch.weights import LinearWeight
 
@@ -61,7 +67,44 @@ def _latent_attention(op: LatentAttention, frame: TorchFrame) -> None:
         frame.step,
         frame.pages[op.spec.layer],
         frame.scratch,
+        None if op.picked is None else frame[op.picked],
     )
+
+
+@OPS.add(Indexer)
+def _indexer(op: Indexer, frame: TorchFrame) -> None:
+    frame[op.out] = pick_tokens(op, frame)
+
+
+@OPS.add(Compress)
+def _compress(op: Compress, frame: TorchFrame) -> None:
+    pages, step, states = frame.pages[op.spec.layer], frame.state_step, frame.states[op.spec.state]
+    before, page = step.before(states), frame.step.block_size
+    left, entries, slots = compress(op, frame, step.rows, before, pages.group, page)
+    states[torch.cat([step.target, step.kept])] = left
+    (pages.k if op.spec.part == "entries" else pages.v).write(slots, entries)
+
+
+@OPS.add(CompressedAttention)
+def _compressed_attention(op: CompressedAttention, frame: TorchFrame) -> None:
+    step, states = frame.state_step, frame.states[op.spec.state]
+    seen = rows_seen(op, frame, step.before(states))
+    windows, left = step.windows(op.spec.window)
+    states[torch.cat([step.target, step.kept])] = seen[left][:, None]
+    pages = None if op.spec.layer is None else frame.pages[op.spec.layer]
+
+    def entries_at(slots: Tensor) -> Tensor:
+        assert pages is not None, "a window alone has no entries"
+        return frame.scratch.gather("k", pages.k, slots)[0]
+
+    group, page = 0 if pages is None else pages.group, frame.step.block_size
+    frame[op.out] = compressed_attention(op, frame, seen, windows, entries_at, group, page)
+
+
+@OPS.add(GroupedLinear)
+def _grouped_linear(op: GroupedLinear, frame: TorchFrame) -> None:
+    groups = frame[op.x].unflatten(1, (op.w.count, -1))
+    frame[op.out] = by_head(groups, frame.matrix(op.w)).flatten(1)
 
 
 @OPS.add(ShortConv)
@@ -81,8 +124,8 @@ def _recurrence(op: Recurrence, frame: TorchFrame) -> None:
 
 @OPS.add(SegmentAttention)
 def _segment_attention(op: SegmentAttention, frame: TorchFrame) -> None:
-    rope = frame.optional(op.rope)
-    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)
+    rope, bias = frame.optional(op.rope), frame.optional(op.bias)
+    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step, bias)
 
 
 @OPS.add(Experts)

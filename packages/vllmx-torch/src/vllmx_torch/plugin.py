@@ -30,8 +30,8 @@ def vllmx_model_impls() -> tuple[ModelImplSpec, ...]:
             "vllmx_torch.foreign.model:TransformersModel",
             backend="torch",
             probe="vllmx_torch.plugin:probe_transformers",
-            cost="several times slower than a model of vllmx's own, of plain weights alone, without"
-            " kernels or quantisation of vllmx",
+            cost="several times slower than a model of vllmx's own, without its kernels; quantised"
+            " weights are dequantised at load",
         ),
     )
 

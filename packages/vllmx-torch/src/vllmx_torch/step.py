@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from vllmx_core.ops.attention import first_seen
 from vllmx_core.plan import StepPlan
 from vllmx_core.query_tiles import QueryTiles
 
@@ -77,25 +78,26 @@ class TorchStep:
         return torch.cat([table[at, column], table[at, len(axes) + column]], dim=1)
 
     def batches(
-        self, group: int, window: int | None, causal: bool, *, spans: bool = False
+        self, group: int, reach: int, causal: bool, *, spans: bool = False
     ) -> list[AttentionBatch]:
         """Every query token of the step once, over the pages of a cache group; made for the first
-        layer that asks. `spans`: tokens see up to `StepPlan.visible_to`."""
+        layer that asks. `reach`: see `AttentionSpec.reach`. `spans`: tokens see up to
+        `StepPlan.visible_to`."""
         spans = spans and self.plan.visible_to is not None
-        key = (group, window, causal, spans)
+        key = (group, reach, causal, spans)
         if key not in self._batches:
-            tiles = QueryTiles.cut(self.plan, window, causal, TILE_TOKENS, spans=spans)
+            tiles = QueryTiles.cut(self.plan, reach, causal, TILE_TOKENS, spans=spans)
             seen = self.positions
             if spans and self.plan.visible_to is not None:
                 seen = upload(self.plan.visible_to, np.int64, seen.device)
             self._batches[key] = [
-                self._batch(found, group, window, seen if causal else None)
+                self._batch(found, group, reach, seen if causal else None)
                 for found in tiles.groups(BATCH_KEYS)
             ]
         return self._batches[key]
 
     def _batch(
-        self, tiles: QueryTiles, group: int, window: int | None, seen: Tensor | None
+        self, tiles: QueryTiles, group: int, reach: int, seen: Tensor | None
     ) -> AttentionBatch:
         """`seen` (T,): the last position that each token sees; None: they see both ways."""
         device, queries = self.tokens.device, int(tiles.queries[0])
@@ -107,10 +109,11 @@ class TorchStep:
         held = torch.minimum(keys, last_key)
         blocks = self.block_tables[group, row, held // self.block_size]
         slots = blocks * self.block_size + held % self.block_size
-        behind = self.positions[tokens][:, :, None] - keys[:, None, :]  # (N, Q, C)
-        mask = (keys <= last_key)[:, None, :].expand_as(behind)
+        keys = keys[:, None, :]
+        places = self.positions[tokens][:, :, None]  # (N, Q, 1) positions
+        mask = (keys <= last_key[:, None, :]) & (keys >= first_seen(places, reach))  # (N, Q, C)
         if seen is not None:
-            mask = mask & (keys[:, None, :] <= seen[tokens][:, :, None])
-        if window is not None:
-            mask = mask & ((behind.abs() if seen is None else behind) < window)
+            mask = mask & (keys <= seen[tokens][:, :, None])
+        elif reach:
+            mask = mask & (keys < places + reach)
         return AttentionBatch(tokens.flatten(), slots, mask)

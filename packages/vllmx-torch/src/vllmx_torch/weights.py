@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,9 +42,12 @@ TorchWeight = LinearWeight | Tensor
 
 
 def weight_bytes(
-    specs: Iterable[WeightSpec], constants: Mapping[str, AnyArray], dtype: torch.dtype
+    specs: Iterable[WeightSpec],
+    constants: Mapping[str, AnyArray],
+    dtype: torch.dtype,
+    shared: Collection[TieKey] = (),
 ) -> int:
-    """Memory that `WeightLoader` will take for a map."""
+    """Memory that `WeightLoader` will take for a map, but for matrices that are shared."""
     matrices: dict[TieKey, int] = {}
     rest = sum(table.size * 4 for table in constants.values())
     for spec in specs:
@@ -54,7 +57,7 @@ def weight_bytes(
         rows = spec.rows * spec.count
         rest += rows * dtype.itemsize * has_bias(spec)
         matrices[tie_key(spec)] = rows * spec.cols * dtype.itemsize
-    return sum(matrices.values()) + rest
+    return sum(size for key, size in matrices.items() if key not in shared) + rest
 
 
 @dataclass
@@ -65,7 +68,8 @@ class WeightLoader:
     source: WeightSource
     dtype: torch.dtype
     device: torch.device
-    _matrices: dict[TieKey, Tensor] = field(default_factory=dict)
+    matrices: dict[TieKey, Tensor] = field(default_factory=dict)
+    """Loaded ones; at first those of another model, which are shared."""
     _dequantised: Counter[str] = field(default_factory=Counter)
 
     def load(
@@ -89,13 +93,13 @@ class WeightLoader:
             self._fill(vector, spec)
             return vector
         key = tie_key(spec)
-        if key not in self._matrices:  # a head that is tied to the embedding is held once
+        if key not in self.matrices:  # a head that is tied to the embedding is held once
             shape = (spec.rows * spec.count, spec.cols)
-            self._matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._fill(self._matrices[key], spec)
+            self.matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._fill(self.matrices[key], spec)
         if spec.kind == "embedding":
-            return self._matrices[key]
-        matrix, bias = self._matrices[key], self._bias(spec)
+            return self.matrices[key]
+        matrix, bias = self.matrices[key], self._bias(spec)
         if spec.kind == "stack":
             matrix = matrix.view(spec.count, spec.rows, spec.cols)
             bias = None if bias is None else bias.view(spec.count, spec.rows)

@@ -2,8 +2,8 @@
 // whose signature mx.fast.metal_kernel writes. Never run on Metal so far: tests/kernels runs it
 // through a shim on the CPU.
 //
-// Memory: q (N, H, D) of T; k_pages, v_pages (slots, K, D) of S, with k_scales, v_scales (slots, K)
-// float where SCALED; block_table (N, B); first_key, key_end (N): the positions that a row sees.
+// Memory: q (N, H, D) of T; k_pages, v_pages (slots, K, D), two numbers to a byte where K_NIBBLES,
+// V_NIBBLES, with k_scales, v_scales (slots, K) float where SCALED; block_table (N, B); first_key, key_end (N): the positions that a row sees.
 // factors: scale, soft-cap.
 // Out, for each part of PART positions: sums (N, H, parts, D), tops and masses (N, H, parts) of the
 // softmax of that part alone; `paged.py` joins the parts.
@@ -48,8 +48,8 @@ for (uint position = begin + simd; position < end; position += SIMDS) {
   float value[LANE_VALUES];
   for (uint i = 0; i < LANE_VALUES; i++) {
     const uint d = lane + 32 * i;
-    key[i] = d < D ? page_value(k_pages[vector * D + d]) : 0;
-    value[i] = d < D ? page_value(v_pages[vector * D + d]) : 0;
+    key[i] = d < D ? page_number<K_NIBBLES, D>(k_pages, vector, d) : 0;
+    value[i] = d < D ? page_number<V_NIBBLES, D>(v_pages, vector, d) : 0;
     if (SCALED) {
       value[i] *= v_scales[vector];
     }

@@ -2,8 +2,8 @@
 // whose signature mx.fast.metal_kernel writes. Never run on Metal so far: tests/kernels runs it
 // through a shim on the CPU.
 //
-// Memory: q (T, H, D) of T; k_pages, v_pages (slots, K, D) of S, with k_scales, v_scales (slots, K)
-// float where SCALED; block_table (N, B); items (I, 5) as `PrefillTiles.items` has them; sinks (H)
+// Memory: q (T, H, D) of T; k_pages, v_pages (slots, K, D), two numbers to a byte where K_NIBBLES,
+// V_NIBBLES, with k_scales, v_scales (slots, K) float where SCALED; block_table (N, B); items (I, 5) as `PrefillTiles.items` has them; sinks (H)
 // float where SINKS. factors: scale, soft-cap. Out: (T, H, D) float.
 //
 // Grid: (I, K) threadgroups of SIMDS simdgroups. A threadgroup serves 8 * SIMDS query vectors: all
@@ -36,8 +36,7 @@ const uint vectors = items[item * 5 + 3];
 const uint first_vector = items[item * 5 + 4];
 const uint last_vector = metal::min(first_vector + ROWS, vectors) - 1;
 const uint end = first_position + last_vector / GROUP + 1;
-const uint first_seen = first_position + first_vector / GROUP + 1;
-const uint begin = WINDOW > 0 && first_seen > WINDOW ? first_seen - WINDOW : 0;
+const uint begin = first_seen<REACH>(first_position + first_vector / GROUP);
 
 for (uint index = worker; index < ROWS * D; index += SIMDS * 32) {
   const uint vector = first_vector + index / D;
@@ -67,7 +66,7 @@ for (uint start = begin; start < end; start += KEYS) {
     if (position < end) {
       const uint block = block_table[table + position / PAGE];
       const ulong vector = (ulong(block) * PAGE + position % PAGE) * K + kv_head;
-      value = page_value(k_pages[vector * D + index % D]) * (SCALED ? k_scales[vector] : 1);
+      value = page_number<K_NIBBLES, D>(k_pages, vector, index % D) * (SCALED ? k_scales[vector] : 1);
     }
     tile[index] = value;
   }
@@ -90,7 +89,7 @@ for (uint start = begin; start < end; start += KEYS) {
     const uint position = first_position + vector / GROUP;
     const uint key = start + lane;
     const bool seen =
-        vector < vectors && key <= position && (WINDOW == 0 || key + WINDOW > position);
+        vector < vectors && key <= position && key >= first_seen<REACH>(position);
     const uint at = (simd * 8 + r) * KEYS + lane;
     float score = scores[at];
     if (CAPPED) {
@@ -114,7 +113,7 @@ for (uint start = begin; start < end; start += KEYS) {
     if (position < end) {
       const uint block = block_table[table + position / PAGE];
       const ulong vector = (ulong(block) * PAGE + position % PAGE) * K + kv_head;
-      value = page_value(v_pages[vector * D + index % D]) * (SCALED ? v_scales[vector] : 1);
+      value = page_number<V_NIBBLES, D>(v_pages, vector, index % D) * (SCALED ? v_scales[vector] : 1);
     }
     tile[index] = value;
   }

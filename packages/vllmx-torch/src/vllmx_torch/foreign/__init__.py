@@ -1,1 +1,1 @@
-"""Architectures that vllmx has no file for, run by transformers' own module code over our pages."""
+"""Architectures that vllmx has no file for, run by transformers' own module code."""

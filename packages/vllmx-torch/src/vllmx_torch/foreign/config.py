@@ -26,18 +26,16 @@ _DROPPED = frozenset(
 )
 """Keys of a config that are about loading and running, not about the model. Keys that begin with an
 underscore are of this kind, too."""
-QUANTISED = (
-    "is quantised, and --model-impl transformers reads checkpoints of plain weights alone: take the"
-    " unquantised checkpoint"
-)
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "seq_length", "max_seq_len")
+"""The names of the context in configs."""
+_ENDLESS = 1 << 15
+"""The context of a model that has no longest one, as for a native Mamba."""
 
 
 def read_config(values: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     """The `PreTrainedConfig` of a parsed config.json and the model class for it. Raises
     UnsupportedModelError where transformers has none that writes text."""
-    if values.get("quantization_config"):
-        raise UnsupportedModelError(f"the checkpoint {QUANTISED}")
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     model_type, named = _names(values, NAMES)
@@ -47,11 +45,13 @@ def read_config(values: Mapping[str, Any]) -> tuple[Any, type[Any]]:
         if key not in _DROPPED and key != "model_type" and not key.startswith("_")
     }
     try:
-        config = AutoConfig.for_model(model_type, **kept)
+        config = AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(kept))
         found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # a config's own checks raise anything
         raise refusal(f"config.json of model type {model_type!r}", error) from error
     cls: type[Any] = found[0] if isinstance(found, tuple) else found
+    if getattr(cls, "config_class", None) is type(config.get_text_config()):
+        config = config.get_text_config()
     if named and cls.__name__ not in named:
         raise UnsupportedModelError(
             f"{', '.join(map(shown, named))} is not what transformers has for text of model type"
@@ -86,12 +86,15 @@ def refusal(what: str, error: Exception) -> UnsupportedModelError:
     return UnsupportedModelError(f"{what}: {type(error).__name__}: {shown(first)}")
 
 
-def longest_context(config: Any) -> int:
+def longest_context(config: Any, *, grows: bool = True) -> int:
     """Tokens that the checkpoint claims, or those up to which its positions do not depend on what
-    else is in a step. Raises UnsupportedModelError where it says nothing."""
+    else is in a step. Raises UnsupportedModelError where it says nothing and its cache grows."""
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
+    found = (getattr(text, name, None) for name in _LENGTHS)
+    longest = next((one for one in found if isinstance(one, int) and one > 0), 0)
+    if not longest and not grows:
+        return _ENDLESS
+    if not longest:
         raise UnsupportedModelError(
             "config.json has no max_position_embeddings: add the number of tokens that the model"
             " was made for"

@@ -12,6 +12,7 @@ from vllmx_core.weights.part import WeightSource
 
 from vllmx_torch.attention import Scratch, paged_attention
 from vllmx_torch.foreign.attention import AttentionCall, Seam, own_value
+from vllmx_torch.foreign.caches import CachedModule
 from vllmx_torch.foreign.model import TransformersModel
 from vllmx_torch.foreign.survey import Layer, run_module
 from vllmx_torch.foreign.weights import load_module
@@ -23,6 +24,23 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 greatest."""
 
 
+def load_running(
+    model: TransformersModel, source: WeightSource, dtype: torch.dtype, device: torch.device
+) -> RunningModule | CachedModule:
+    """Loads the module of a model. Raises WeightFormatError, and UnsupportedModelError where tokens
+    of a step would disturb each other outside of attention, or a cache of the module's own does
+    not continue a prompt."""
+    module = load_module(model, source, dtype, device)
+    vocab_size, longest = model.shape.vocab_size, model.shape.max_model_len
+    if not model.layers:
+        cached = CachedModule(module)
+        cached.check(vocab_size, longest, _TOLERANCE[dtype], device)
+        return cached
+    running = RunningModule(module, model.layers)
+    running.check_rows(vocab_size, longest, dtype, device)
+    return running
+
+
 class RunningModule:
     """Turns steps into logits. The module sees the step as one sequence of all its tokens, each
     with its own position; its attention is answered out of the pages of each token's row."""
@@ -31,21 +49,6 @@ class RunningModule:
         self._module, self._seam = module, Seam(module)
         self._layers = tuple(layers)
         self._specs = tuple(layer.spec(number) for number, layer in enumerate(layers))
-
-    @classmethod
-    def load(
-        cls,
-        model: TransformersModel,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> RunningModule:
-        """Raises WeightFormatError, and UnsupportedModelError where tokens of a step would
-        disturb each other outside of attention."""
-        module = load_module(model.module_class, model.config, source, dtype, device)
-        running = cls(module, model.layers)
-        running.check_rows(model.shape.vocab_size, model.shape.max_model_len, dtype, device)
-        return running
 
     def logits(self, step: TorchStep, pages: Sequence[LayerPages], scratch: Scratch) -> Tensor:
         """(L, V) float32."""

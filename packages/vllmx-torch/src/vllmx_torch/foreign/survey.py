@@ -1,13 +1,14 @@
 """The attention calls of a module of transformers, found by running it once without values.
 
 The module is built on the device "meta" and run over three tokens. Every attention layer must call
-our function exactly once: one that does not keeps something else between steps, or has attention of
-its own, and is refused.
+our function exactly once. A module that does not keeps something else between steps, or has
+attention of its own: it runs over the cache objects that it makes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,15 @@ from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_torch.foreign.attention import NAME, AttentionCall, AttentionShape, Seam, register
+from vllmx_torch.foreign.caches import CachedModule, cache_numbers
 from vllmx_torch.foreign.config import refusal
 from vllmx_torch.foreign.masks import window_of
 
 _FX: Any = fx_config
 """The place where torch keeps what lets routers of experts run without values."""
 _TOKENS = 3
+_FURTHER = 256
+"""Tokens by which the growth of a cache is measured: compressed ones grow in steps."""
 _OWN_ATTENTION = (
     "its attention is code of its own (for ALiBi, perhaps) that transformers lets no attention"
     " function take the place of"
@@ -71,6 +75,11 @@ class Survey:
     """The size of each of its tensors; tied ones count once."""
     widest: int
     """Features of the widest activation of a token, the logits apart."""
+    state_numbers: int = 0
+    """Numbers in the cache object of a short sequence, for a module that runs over such; see
+    `vllmx_torch.foreign.caches`."""
+    token_numbers: int = 0
+    """Further numbers in it for each token."""
 
     def layers(self, max_model_len: int) -> tuple[Layer, ...]:
         """The attention layers. Raises UnsupportedModelError for a mask that is not ours."""
@@ -88,27 +97,62 @@ def survey(cls: type[Any], config: Any) -> Survey:
     step of several sequences could not honour."""
     _refuse_by_name(cls, config)
     register()
+    module = _build(cls, config, NAME)
+    if any(
+        "position" in name and getattr(part, "padding_idx", None) is not None
+        for name, part in module.named_modules()
+    ):
+        raise UnsupportedModelError("it counts positions from behind its padding id")
+    calls, logits = _run(module)
+    return Survey(_in_order(calls, config), logits.shape[-1], *_sizes(module, logits.shape[-1]))
+
+
+def survey_cache(cls: type[Any], config: Any) -> Survey:
+    """Builds a module that is to run over cache objects of its own, and measures these. Raises
+    UnsupportedModelError where it cannot be built."""
+    module, text = _build(cls, config, None), config.get_text_config()
+    parameters, widest = _sizes(module, text.vocab_size)
+    cached, found = CachedModule(module), []
+    try:
+        with _without_values():
+            for count in (_TOKENS, _TOKENS + _FURTHER):
+                tokens = torch.zeros(count, dtype=torch.int64, device="meta")
+                found.append(cache_numbers(cached.extend(tokens, tokens, None)[1]))
+    except Exception:  # its code needs values: all layers have as many heads of keys as of queries
+        per_token = 2 * text.num_hidden_layers * text.hidden_size
+        found = [_TOKENS * per_token, (_TOKENS + _FURTHER) * per_token]
+    each = -(-(found[1] - found[0]) // _FURTHER)
+    return Survey((), text.vocab_size, parameters, widest, found[0], each)
+
+
+def _build(cls: type[Any], config: Any, attention: str | None) -> nn.Module:
     try:
         with torch.device("meta"):
             # Without values any dtype does; the grouped products of experts know this one alone.
-            module = cls._from_config(
-                deepcopy(config), attn_implementation=NAME, dtype=torch.bfloat16
+            module: nn.Module = cls._from_config(
+                deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16
             )
     except Exception as error:  # modules check their configs in their own ways
         raise refusal("transformers cannot build it", error) from error
-    calls, logits = _run(module.eval())
+    return module.eval()
+
+
+def _sizes(module: nn.Module, vocab_size: int) -> tuple[tuple[int, ...], int]:
+    """`Survey.parameters` and `Survey.widest`."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     features = [
         linear.out_features
         for linear in module.modules()
-        if isinstance(linear, nn.Linear) and linear.out_features != logits.shape[-1]
+        if isinstance(linear, nn.Linear) and linear.out_features != vocab_size
     ]
-    return Survey(
-        _in_order(calls, config),
-        logits.shape[-1],
-        tuple(tensor.numel() for tensor in tensors.values()),
-        max(features, default=0),
-    )
+    return tuple(tensor.numel() for tensor in tensors.values()), max(features, default=0)
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Lets modules on the device "meta" run."""
+    with torch.inference_mode(), _FX.patch(meta_nonzero_assume_all_nonzero=True):
+        yield
 
 
 def _refuse_by_name(cls: type[Any], config: Any) -> None:
@@ -144,7 +188,7 @@ def _run(module: nn.Module) -> tuple[list[AttentionCall], Tensor]:
     seam, tokens = Seam(module), torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
     seam.answer = note
     try:
-        with torch.inference_mode(), _FX.patch(meta_nonzero_assume_all_nonzero=True):
+        with _without_values():
             logits = run_module(module, tokens, tokens, tokens[-1:])
     except UnsupportedModelError:
         raise

@@ -20,6 +20,7 @@ from vllmx_core.weights.part import WeightPart, WeightSource, is_plain
 
 from vllmx_torch.foreign.attention import NAME
 from vllmx_torch.foreign.config import refusal
+from vllmx_torch.foreign.model import TransformersModel
 from vllmx_torch.weights import tensor_of
 
 _DERIVED = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
@@ -37,24 +38,27 @@ class StoredTensor:
         raw = part.stored().buffers["weight"] if is_plain(part) else None
         if raw is not None and not raw.dtype.startswith("f8"):
             return tensor_of(raw.view(), raw.dtype)[index]
-        return torch.from_numpy(part.dequantize())[index]
+        values = torch.from_numpy(part.dequantize())
+        # gpt-oss stores MXFP4 experts by output features, and plain ones by input features.
+        return (values.mT if part.layout.is_mxfp4 and values.ndim == 3 else values)[index]
 
 
 def load_module(
-    cls: type[Any], config: Any, source: WeightSource, dtype: torch.dtype, device: torch.device
+    model: TransformersModel, source: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """The module with its weights, on the device. Raises WeightFormatError for tensors that are
     missing, left over or of another shape."""
+    cls = model.module_class
     stored = {name: StoredTensor(source.part(name)) for name in source.names()}
     stored = {name: each for name, each in stored.items() if not _DERIVED.search(name)}
     try:
         with _quiet():
             module, info = cls.from_pretrained(
                 None,
-                config=config,
+                config=model.config,
                 state_dict=stored,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=NAME if model.layers else None,
                 ignore_mismatched_sizes=True,  # they are reported, and an error below
                 output_loading_info=True,
                 local_files_only=True,
