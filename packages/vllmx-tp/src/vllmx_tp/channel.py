@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from vllmx_core.plan import I32
+from vllmx_core.system.handshake import fill
 
 from vllmx_tp.frames import AnyFrame
 from vllmx_tp.futex import publish
-from vllmx_tp.messages import INLINE, NOTICE, Call, fill
+from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import RING_BYTES, Region, Word
 
 _ALIGNMENT = 64

@@ -99,7 +99,6 @@ class Incoming(_End):
         return found
 
     def recv_message(self) -> bytes:
-        """The next message."""
         self._count = (self._count + 1) & 0xFFFFFFFF
         self._wait(self._sent, self._count)
         turn = self._count & 1
@@ -146,7 +145,6 @@ class SharedMemoryCommunicator:
 
     @property
     def shared(self) -> SharedAddresses:
-        """See `Communicator.shared`."""
         pieces = None if self._region.num_stages == 1 else self._region.pieces(self._place)
         stages = None if pieces is None else self._addresses(pieces, None)
         return self._addresses(self._seats, stages)
@@ -174,7 +172,6 @@ class SharedMemoryCommunicator:
         )
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
-        """See `Communicator.all_reduce`."""
         flat = np.ascontiguousarray(x).reshape(-1)
         total = np.empty_like(flat)
         size = BUFFER_BYTES // flat.itemsize
@@ -185,7 +182,6 @@ class SharedMemoryCommunicator:
         return total.reshape(x.shape)
 
     def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
-        """See `Communicator.sum_rows`."""
         out, ranks = np.empty_like(x), self.num_ranks
         rows = BUFFER_BYTES // (x.itemsize * x.shape[1])
         for begin in range(0, len(x), rows):
@@ -202,7 +198,6 @@ class SharedMemoryCommunicator:
         return out
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
-        """See `Communicator.all_gather`."""
         out = np.empty((len(x), sum(widths)), x.dtype)
         rows = BUFFER_BYTES // (x.itemsize * max(widths))
         assert rows, f"a row of {max(widths)} numbers does not fit into {BUFFER_BYTES} bytes"
@@ -216,11 +211,9 @@ class SharedMemoryCommunicator:
         return out
 
     def send(self, x: AnyArray) -> None:
-        """See `Communicator.send`."""
         self._outgoing.send(x)
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
-        """See `Communicator.recv`."""
         return self._incoming.recv(shape, dtype)
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:

@@ -13,13 +13,14 @@ from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_core.records import Record
+from vllmx_core.system.greeter import addresses
+from vllmx_core.system.handshake import read_key
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
-from vllmx_tp.handshake import read_key
-from vllmx_tp.hosts import RemoteHost, addresses
+from vllmx_tp.hosts import COMMAND, RemoteHost
 from vllmx_tp.loading import WatchedSource, divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call, RankReady
 from vllmx_tp.pipeline import Handle, PipelinedModel
@@ -33,7 +34,7 @@ logger = logging.getLogger("vllmx.tp")
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
     """The executor: starts the other ranks, which open the model themselves, and loads this one's
     part meanwhile. Raises the error of any rank."""
-    config, places = found.config, addresses(found.config.rank_hosts)
+    config, places = found.config, addresses(found.config.rank_hosts, "rank_hosts", COMMAND)
     ranks = config.num_ranks
     share = share_of_host(config, 1 + len(places))
     key = read_key(config.rank_key_file) if places else b""
@@ -101,7 +102,6 @@ class RankedModel:
         return self._group.failure
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
-        """See `vllmx_core.backend.LoadedModel.step`."""
         call = Call.STEP if self._num_begun > self._num_read else Call.NEXT
         self._num_begun += 1
         self._group.send(call, Frame(plan, rows))
@@ -109,7 +109,6 @@ class RankedModel:
             return self._handle(self._model.step(plan, rows))
 
     def forward(self, plan: StepPlan) -> RankedForward:
-        """See `vllmx_core.backend.LoadedModel.forward`."""
         self._num_begun += 1
         self._group.send(Call.FORWARD, Frame(plan, None))
         with self._group.guarded():
@@ -150,7 +149,6 @@ class RankedModel:
         return result
 
     def close(self) -> None:
-        """See `vllmx_core.backend.LoadedModel.close`."""
         if not self._is_closed:
             self._is_closed = True
             self._group.close(self._model.close)

@@ -42,8 +42,6 @@ class Group:
     uses the group; others watch the ranks.
 
     Args:
-        found: the model to load.
-        region: the memory shared with this process.
         ranks: those of this host, without this process.
         cores: the cores of each of them.
         share: the number of ranks on this host, with this process.
@@ -272,7 +270,7 @@ class Group:
             ends = [host.look(passed_s, HANG_S) for host in hosts]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
-                moves = not beat and not self._is_stopped(rank)
+                moves = not beat and not is_stopped(self._processes[rank - self.ranks.start].pid)
                 still_s = stall[index].look(beat, passed_s, moves=moves)
                 ends.append(self._end_of(rank, still_s))
             ends.append(waits.look(passed_s))
@@ -282,11 +280,6 @@ class Group:
             end = next(filter(None, ends), None)
             if end is not None and not self._ended.is_set():
                 self.lost(end)
-
-    def _is_stopped(self, rank: int) -> bool:
-        """True if a signal has stopped the rank: before its first heartbeat nothing else
-        distinguishes a hang from a slow start."""
-        return is_stopped(self._processes[rank - self.ranks.start].pid)
 
     def _end_of(self, rank: int, still_s: float) -> str | None:
         """Describes how a rank has ended, or None."""
@@ -312,12 +305,8 @@ class Group:
             host.close()
 
     def close(self, close_own: Callable[[], None] = lambda: None) -> None:
-        """Closes the models of all ranks together, since libraries such as NCCL wait for each other
-        on closing, and waits for the processes. May be called twice.
-
-        Args:
-            close_own: closes rank 0's model.
-        """
+        """Closes the models of all ranks together (rank 0's by `close_own`), since libraries such
+        as NCCL wait for each other on closing, and waits for the processes. May be called twice."""
         if self._ended.is_set():
             close_own()
             return

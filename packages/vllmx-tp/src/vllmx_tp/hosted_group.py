@@ -6,9 +6,7 @@ until the group ends, and waits again: a rank 0 that failed is started again and
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -21,6 +19,7 @@ import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_core.system.deadline import Deadline
+from vllmx_core.system.handshake import fill
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.core.load import free_for_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, encode_frame
@@ -40,7 +39,6 @@ from vllmx_tp.messages import (
     HostEnd,
     HostLoaded,
     Marks,
-    fill,
 )
 from vllmx_tp.region import Region, Word
 
@@ -313,25 +311,6 @@ class HostedGroup:
 
 
 logger = logging.getLogger("vllmx.tp")
-
-
-def listen(address: tuple[str, int]) -> socket.socket:
-    """Opens the listening socket. Raises ConfigError if that fails."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    try:
-        return socket.create_server(address, family=family, backlog=64)
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0  # those of resolvers are negative
-        reason = os.strerror(number) if number > 0 else str(error)
-        is_port = number == errno.EADDRINUSE or isinstance(error, OverflowError)
-        remedy = (
-            "choose another port, or end the process that has this one"
-            if is_port
-            else "name an address that this host has, or a port that this user may have"
-        )
-        raise ConfigError(
-            f"--listen {address[0]}:{address[1]}: {reason}: {remedy}", param="listen"
-        ) from error
 
 
 def serve_ranks(listener: socket.socket, config: EngineConfig, key: bytes) -> None:

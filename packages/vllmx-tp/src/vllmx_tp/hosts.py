@@ -14,15 +14,16 @@ from functools import partial
 
 import msgspec
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
+from vllmx_core.system.handshake import GROUP_BYTES, BusyError, HandshakeError, call
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import FrameError, FrameReader
 
-from vllmx_tp.handshake import GROUP_BYTES, BusyError, HandshakeError, Purpose, call
 from vllmx_tp.link import Link, link_of, reason_of
 from vllmx_tp.liveness import StallTimer
 from vllmx_tp.messages import (
     INLINE,
     NOTICE,
+    RANKS,
     Begin,
     Call,
     FromHost,
@@ -30,12 +31,14 @@ from vllmx_tp.messages import (
     HostEnd,
     HostLoaded,
     Marks,
+    Purpose,
     RankReady,
 )
 from vllmx_tp.region import Region
 
 logger = logging.getLogger("vllmx.tp")
 
+COMMAND = "vllmx rank"
 PATIENCE_S = 600.0
 """Seconds to wait for hosts that do not answer yet."""
 _TELL_S = 30.0
@@ -43,38 +46,6 @@ _AGAIN_S = 0.5
 _LOOK_S = 0.02
 _LAST_WORDS_S = 1.0
 _decoder = msgspec.msgpack.Decoder(FromHost)
-
-
-def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, int]]:
-    """Parses the addresses of --rank-hosts or of --listen, for which port 0 is any port. Raises
-    ConfigError."""
-    found: list[tuple[str, int]] = []
-    flag, is_called = f"--{param.replace('_', '-')}", param == "rank_hosts"
-    for part in filter(None, map(str.strip, (text or "").split(","))):
-        host, colon, port = part.rpartition(":")
-        if not (colon and host and port.isdecimal() and int(port) < 65536):
-            raise ConfigError(
-                f"{flag} {part!r} is not a host:port: give worker1:7000, or several with commas",
-                param=param,
-            )
-        address = host.strip("[]"), int(port)
-        if is_called and not address[1]:
-            raise ConfigError(
-                f"{flag} {part!r}: nobody listens at port 0: give the port that `vllmx rank` says",
-                param=param,
-            )
-        if is_called and any(_is_same(address, one) for one in found):
-            raise ConfigError(
-                f"{flag} {text!r} names {part!r} twice, and a host serves one group at a time: name"
-                " each host once",
-                param=param,
-            )
-        found.append(address)
-    return found
-
-
-def _is_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    return one[0].lower() == other[0].lower() and one[1] == other[1]
 
 
 def connect(
@@ -123,7 +94,7 @@ def connect(
 def _greeted(address: tuple[str, int], key: bytes, group: bytes, purpose: Purpose) -> socket.socket:
     connection = socket.create_connection(address, timeout=_AGAIN_S * 10)
     try:
-        call(connection, key, group, purpose)
+        call(connection, key, group, purpose, RANKS)
     except BaseException:
         connection.close()
         raise

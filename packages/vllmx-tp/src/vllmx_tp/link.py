@@ -25,9 +25,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.config import EngineConfig
+from vllmx_core.system.handshake import fill
 
 from vllmx_tp import futex
-from vllmx_tp.messages import fill
 from vllmx_tp.region import BUFFER_BYTES, Region, Word
 
 _SPINS = 100

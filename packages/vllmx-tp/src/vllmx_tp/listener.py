@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from contextlib import suppress
 from queue import SimpleQueue
 
-from vllmx_tp.handshake import LET_IN, HandshakeError, Purpose, answer
+from vllmx_core.system.greeter import Greeter
+from vllmx_core.system.handshake import LET_IN
+
+from vllmx_tp.messages import RANKS, Purpose
 
 logger = logging.getLogger("vllmx.tp")
-
-MOST_GREETED = 16
-"""Concurrent handshakes."""
-_LOOK_S = 0.5
 
 
 class Caller:
@@ -48,21 +46,13 @@ class Caller:
 
 
 class RankListener:
-    """Listens for as long as its socket is open.
-
-    Each connection has its own thread for the handshake, since clients without the key may be slow.
-    If there are `MOST_GREETED`, the oldest is dropped for a new one: a client with the key is
-    quick, and reconnects.
-    """
+    """Lets one rank 0 at a time in, for as long as its socket is open."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
-        self._listener, self._key = listener, key
         self._callers: SimpleQueue[Caller | None] = SimpleQueue()
         self._caller: Caller | None = None
-        self._greeted: list[socket.socket] = []
-        self._turn, self._places = threading.Lock(), threading.Semaphore(MOST_GREETED)
-        listener.settimeout(_LOOK_S)  # nothing wakes `accept` where its socket is closed
-        threading.Thread(target=self._listen, name="vllmx-door", daemon=True).start()
+        self._turn = threading.Lock()
+        Greeter(listener, key, RANKS, self._let_in, logger, lambda: self._callers.put(None))
 
     def caller(self) -> Caller | None:
         """Waits for the next rank 0, which owns the host until `leave`; None: the socket was
@@ -74,52 +64,6 @@ class RankListener:
         with self._turn:
             self._caller = None
         caller.close()
-
-    def _listen(self) -> None:
-        while self._listener.fileno() >= 0:
-            try:
-                connection, (address, *_) = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._listener.fileno() >= 0:
-                    logger.warning("nobody can be let in: %s", error)
-                    time.sleep(_LOOK_S)
-                continue
-            self._make_room()
-            with self._turn:
-                self._greeted.append(connection)
-            greet = threading.Thread(target=self._greet, args=(connection, address), daemon=True)
-            greet.start()
-        self._callers.put(None)
-
-    def _make_room(self) -> None:
-        """Waits for a free place, dropping the oldest handshake if there is none."""
-        if self._places.acquire(blocking=False):
-            return
-        with self._turn:
-            for oldest in self._greeted[:1]:
-                with suppress(OSError):  # it has hung up
-                    oldest.shutdown(socket.SHUT_RDWR)
-        self._places.acquire()
-
-    def _greet(self, connection: socket.socket, address: str) -> None:
-        is_let_in = False
-        try:
-            try:
-                purpose, group = answer(connection, self._key)
-            finally:
-                with self._turn:
-                    self._greeted.remove(connection)
-                self._places.release()
-            is_let_in = self._let_in(connection, purpose, group)
-            if not is_let_in:
-                logger.debug("hung up on %s: this host serves another group", address)
-        except (HandshakeError, OSError) as error:
-            logger.warning("refused %s: %s", address, error)
-        finally:
-            if not is_let_in:
-                connection.close()
 
     def _let_in(self, connection: socket.socket, purpose: int, group: bytes) -> bool:
         """True if it is the first connection of a group and the host is free, or the second one of

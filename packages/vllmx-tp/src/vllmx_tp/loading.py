@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stages import staged
-from vllmx_core.system.processors import available_processors, neighbours
+from vllmx_core.system.processors import available_processors, divided_processors
 from vllmx_core.weights.files import FileRange
-from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.part import SourceOver, WeightPart, WeightSource
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_engine.core.load import OpenedModel
 
@@ -43,11 +43,7 @@ def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
             f" or set --num-threads {ranks} to share cores",
             param=_param(config),
         )
-    if not hasattr(os, "sched_getaffinity") or ranks > count:
-        return [()] * ranks
-    cores = neighbours(os.sched_getaffinity(0), count)
-    ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
-    return [tuple(cores[ends[rank] : ends[rank + 1]]) for rank in range(ranks)]
+    return divided_processors(ranks)
 
 
 def share_of_host(config: EngineConfig, hosts: int) -> int:
@@ -160,25 +156,16 @@ def rank_options(
     )
 
 
-class WatchedSource:
+class WatchedSource(SourceOver):
     """The `WeightSource` of rank 0: each read calls `check` first, which raises if another rank
     cannot load its part. Backends may take all parts first and read their bytes later."""
 
     def __init__(self, source: WeightSource, check: Callable[[], None]) -> None:
         self._source, self._check = source, check
 
-    def names(self) -> Collection[str]:
-        """See `vllmx_core.weights.part.WeightSource.names`."""
-        return self._source.names()
-
     def part(self, name: str) -> WeightPart:
-        """See `vllmx_core.weights.part.WeightSource.part`."""
         self._check()
         return self._source.part(name).with_buffers(self._watched)
-
-    def close(self) -> None:
-        """See `vllmx_core.weights.part.WeightSource.close`."""
-        self._source.close()
 
     def _watched(self, raw: RawTensor) -> RawTensor:
         if not isinstance(raw.stored, FileRange):

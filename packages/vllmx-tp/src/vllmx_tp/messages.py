@@ -1,27 +1,37 @@
-"""Messages between rank 0, ranks and hosts, the head of frames, and fingerprints of model files."""
+"""Messages between rank 0, ranks and hosts, and the head of frames."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import struct
-from collections.abc import Callable
 from enum import IntEnum
-from pathlib import Path
 
 import msgspec
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.system.handshake import Service
+from vllmx_engine.core.fingerprint import files_digest
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import ErrorRecord
 
-_END_BYTES = 1 << 16
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 256
-"""Samples of a model, and a few more if it has several files. Reading them takes 14 ms from an SSD
-without a cache."""
-_SUFFIXES = (".safetensors", ".gguf")
+from vllmx_tp import __version__
+
+RANKS = Service(
+    magic=b"vllmx ranks\n",
+    distribution="vllmx-tp",
+    version=__version__,
+    protocol=1,
+    stranger="it is not a host of ranks: check the port, and that `vllmx rank` runs",
+)
+
+
+class Purpose(IntEnum):
+    """The use of a connection."""
+
+    STEPS = 1
+    """The first connection of a group, for steps."""
+    PARTS = 2
+    """The second one, for parts of calls between ranks."""
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -33,8 +43,8 @@ class Marks(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, found: FoundModel) -> Marks:
-        tower = None if found.mmproj is None else fingerprint(found.mmproj)
-        return cls(fingerprint(found.path), tower)
+        tower = None if found.mmproj is None else files_digest(found.mmproj)
+        return cls(files_digest(found.path), tower)
 
     def check(self, wanted: Marks, found: FoundModel, place: str) -> None:
         """Raises ConfigError if the files of the host at `place` differ from rank 0's. A tower that
@@ -53,36 +63,6 @@ class Marks(msgspec.Struct, frozen=True):
             " there, and name it by `vllmx rank --mmproj FILE`",
             param="mmproj",
         )
-
-
-def fingerprint(path: Path) -> str:
-    """Digests a folder's config and weight files, or one file: names, sizes and samples, which are
-    closer together than the size of any layer."""
-    files = [path] if path.is_file() else sorted(filter(_is_of_model, path.iterdir()))
-    step = sum(file.stat().st_size for file in files) // _NUM_SAMPLES
-    digest = hashlib.sha256()
-    for file in files:
-        if file != path:
-            digest.update(file.name.encode() + b"\0")
-        _add(digest, file, step)
-    return digest.hexdigest()
-
-
-def _is_of_model(file: Path) -> bool:
-    return file.suffix in _SUFFIXES or file.name == "config.json"
-
-
-def _add(digest: hashlib._Hash, path: Path, step: int) -> None:
-    """Adds both ends, and a sample for each `step` bytes."""
-    with path.open("rb", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        digest.update(size.to_bytes(8, "little"))
-        for at in (0, max(0, size - _END_BYTES)):
-            file.seek(at)
-            digest.update(file.read(_END_BYTES))
-        for at in range(0, size, max(step, _SAMPLE_BYTES)):
-            file.seek(at - at % _SAMPLE_BYTES)  # a page of the disk
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 class Call(IntEnum):
@@ -181,13 +161,3 @@ class HostEnd(msgspec.Struct, frozen=True, tag="end"):
 
 
 FromHost = HostLoaded | HostBeat | HostEnd
-
-
-def fill(view: memoryview, read: Callable[[memoryview], int]) -> None:
-    """Calls `read`, such as `socket.recv_into`, until the view is full. Raises EOFError if the
-    other side hangs up first."""
-    while view:
-        count = read(view)
-        if not count:
-            raise EOFError
-        view = view[count:]

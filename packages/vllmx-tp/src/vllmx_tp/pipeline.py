@@ -50,7 +50,6 @@ class InnerStage:
         return self._model.info
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
-        """See `vllmx_core.backend.LoadedModel.step`."""
         return self._model.step(replace(plan, logit_rows=_NO_ROWS), _NOTHING_SAMPLED)
 
     def forward(self, plan: StepPlan) -> ForwardStep:
@@ -58,7 +57,6 @@ class InnerStage:
         raise AssertionError("a stage runs whole steps")
 
     def close(self) -> None:
-        """See `vllmx_core.backend.LoadedModel.close`."""
         self._model.close()
 
 
@@ -160,7 +158,6 @@ class PipelinedModel:
             self._results.put(None)
 
     def close(self) -> None:
-        """See `vllmx_core.backend.LoadedModel.close`."""
         if self._is_closed:
             return
         self._is_closed = True
