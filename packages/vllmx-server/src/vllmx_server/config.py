@@ -65,6 +65,8 @@ class ServerConfig:
     """Seconds that a request may wait for its turn; 0: no limit."""
     sse_ping_interval_s: float = 15.0
     """Seconds between comments of a stream that waits for its next token; 0: none."""
+    cached_models: bool = True
+    """Models in the Hugging Face cache are loaded on demand if none is named."""
     model_wait_s: float = 120.0
     """Seconds that a request waits for its model to be loaded."""
     idle_unload_s: float = 0.0
@@ -94,6 +96,11 @@ class ServerConfig:
     """JSON file of MCP servers whose tools requests may ask for; None: there are none."""
     mcp_max_rounds: int = 8
     """Answers of the model in one response, each but the last of which called such tools."""
+    lora_root: str | None = None
+    """The folder below which operators may load LoRA adapters; None: they may load none."""
+    apis: tuple[str, ...] = ()
+    """APIs of other servers that are on, by name; an entry may hold several, with commas between
+    them."""
     web: bool = True
     """The web page at "/"."""
     otlp_traces_endpoint: str | None = None
@@ -109,6 +116,8 @@ class ServerConfig:
     """text, or json: an object a line."""
 
     def __post_init__(self) -> None:
+        names = (name.strip() for entry in self.apis for name in entry.split(","))
+        object.__setattr__(self, "apis", tuple(dict.fromkeys(filter(None, names))))
         self._check_interval("port", 0, 65535)
         if self.api_workers is not None:
             self._check_interval("api_workers", 1, 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import msgspec
@@ -208,6 +209,10 @@ class MethodNotAllowedError(VllmxError):
     code = "method_not_allowed"
 
 
+ErrorShape = Callable[[VllmxError], bytes]
+"""Makes the body of an error's answer."""
+
+
 def cut_message(error: VllmxError) -> str:
     """The message at a bounded length: it may quote megabytes of the request."""
     return excerpt(error.message, _MAX_MESSAGE)
@@ -238,15 +243,25 @@ def messages_error_body(error: VllmxError) -> bytes:
 
 
 def error_response(error: VllmxError, scope: Scope | None = None) -> Response:
-    """Makes the response of an error: in Anthropic's shape for the routes of its API, else in
-    OpenAI's."""
+    """Makes the response of an error, in the shape of the API that its path belongs to."""
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after_s", 1.0))))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    shape = messages_error_body if scope is not None and is_messages(scope) else error_body
+    shape = error_body if scope is None else error_shape(scope)
     return Response(shape(error), error.http_status, headers=headers, media_type="application/json")
+
+
+def error_shape(scope: Scope) -> ErrorShape:
+    """The shape of errors on the path of a request."""
+    if is_messages(scope):
+        return messages_error_body
+    app = scope.get("app")
+    shapes: Sequence[tuple[str, ErrorShape]] = getattr(app.state, "error_shapes", ()) if app else ()
+    path = route_path(scope) if shapes else ""
+    found = (each for begin, each in shapes if f"{path}/".startswith(f"{begin}/"))
+    return next(found, error_body)
 
 
 def is_messages(scope: Scope) -> bool:

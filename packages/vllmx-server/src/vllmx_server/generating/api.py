@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllmx_server.config import ServerConfig
+from vllmx_server.errors import ErrorShape
 from vllmx_server.generating.served import Served
-from vllmx_server.http.operation import Endpoint, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import GENERATES, JSON, Endpoint, Operation, Task
+from vllmx_server.http.route import ModelOf, Right, Route
 
 
 class Api:
@@ -20,6 +21,11 @@ class Api:
     """
 
     routes: Sequence[Route] = ()
+    error_shapes: Sequence[tuple[str, ErrorShape]] = ()
+    """The beginning of paths and the shape of their errors; others have OpenAI's."""
+
+    takes_untyped = False
+    """Programs may send bodies without declaring them as JSON; web pages may not."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -53,6 +59,8 @@ def keyed(
     led: bool = False,
     for_operators: bool = False,
     span: str | None = None,
+    model_of: ModelOf | None = None,
+    is_sse: bool = True,
     **about: Any,
 ) -> Route:
     """A `Route` that any key opens. `about`: further fields of its `Operation`."""
@@ -67,4 +75,14 @@ def keyed(
         led=led,
         for_operators=for_operators,
         span=span,
+        model_of=model_of,
+        is_sse=is_sse,
     )
+
+
+def posted(
+    path: str, endpoint: Endpoint, tag: str, body: Any, task: Task | None = None, **more: Any
+) -> Route:
+    """A route of another server's API, for the model that the body names. `more`: see `keyed`."""
+    about = {"answer": JSON, "statuses": GENERATES, **more}
+    return keyed("POST", path, endpoint, tag, body=body, task=task, of_model=True, **about)

@@ -39,6 +39,12 @@ class ImageURL(msgspec.Struct):
     """`detail` is ignored: the model's own processor decides how much of an image it sees."""
 
 
+class InputAudio(msgspec.Struct):
+    data: str
+    """The file in base64."""
+    format: str = "wav"
+
+
 class PredictedPart(msgspec.Struct):
     text: str
     type: Literal["text"] = "text"
@@ -59,12 +65,14 @@ class Prediction(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One piece of a message: types "text" and "image_url", and those of providers' answers in an
-    assistant's turn. Other keys are ignored."""
+    """One piece of a message: types "text", "image_url", "input_audio" and "audio_url", and those
+    of providers' answers in an assistant's turn. Other keys are ignored."""
 
     type: str
     text: str | None = None
     image_url: ImageURL | str | None = None
+    input_audio: InputAudio | None = None
+    audio_url: ImageURL | str | None = None
     refusal: str | None = None
     thinking: Any = None
 
@@ -75,14 +83,16 @@ class ContentPart(msgspec.Struct):
             for name in ("type", "text", "refusal", "thinking")
             if (value := getattr(self, name)) is not None
         }
-        if self.type == "image_url":
-            if self.image_url is None:
+        if self.type in ("image_url", "input_audio", "audio_url"):
+            found = getattr(self, self.type)
+            if found is None:
                 raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type 'image_url' without it",
+                    f"messages[{index}] has a content part of type {self.type!r} without it",
                     param=f"messages[{index}].content",
                 )
-            image = self.image_url
-            part["image_url"] = {"url": image if isinstance(image, str) else image.url}
+            part[self.type] = (
+                {"url": found} if isinstance(found, str) else msgspec.to_builtins(found)
+            )
         return part
 
 
@@ -214,7 +224,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
 
     @property
     def predicted_text(self) -> str:
-        """The text of `prediction`."""
         return "" if self.prediction is None else self.prediction.text
 
     @property

@@ -98,6 +98,7 @@ async def submit_chat(
         add_special_tokens=bool(body.add_special_tokens),
         fit_max_tokens=call.fit_max_tokens,
         num_bytes=body_bytes(request),
+        beams=body.beams(call.params),
     )
     if call.options.tools:
         served.metrics.parser_fell_back(served.llm.calls_origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
 from vllmx_engine.client.answers import AnswerReaders, is_cut
@@ -19,7 +20,6 @@ from vllmx_server.generating.answers import (
     FinishReason,
 )
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.logprobs import ContentLogprobs
 
 
 class AnswerEnd(msgspec.Struct, frozen=True, gc=False):
@@ -34,16 +34,22 @@ class AnswerEnd(msgspec.Struct, frozen=True, gc=False):
 ChatEvent = Event | AnswerEnd
 
 
+class Outputs(Protocol):
+    """Sees each output of a choice."""
+
+    def add(self, choice: CompletionOutput) -> None: ...
+
+
 class ChatEvents:
     """The events of a generation with one choice.
 
     Args:
-        logprobs: is given each output before the events that it brings.
+        outputs: is given each output before the events that it brings.
     """
 
-    def __init__(self, generation: Generation, logprobs: ContentLogprobs | None = None) -> None:
+    def __init__(self, generation: Generation, outputs: Outputs | None = None) -> None:
         self._generation = generation
-        self._logprobs = logprobs
+        self._outputs = outputs
         readers = generation.readers
         self._reading = None if readers is None else ReadStream(readers)
         usage = generation.usage
@@ -53,7 +59,7 @@ class ChatEvents:
     @property
     def has_middle(self) -> bool:
         """`more` may take what comes."""
-        return self._logprobs is None
+        return self._outputs is None
 
     def more(self, text: str, ids: list[int]) -> Sequence[ChatEvent]:
         """Events of text and tokens that came past `all`, and after which more follows."""
@@ -75,8 +81,8 @@ class ChatEvents:
                         yield AnswerEnd(self._finish_reason(choice), choice.stop_reason)
 
     def _of(self, choice: CompletionOutput) -> Sequence[ChatEvent]:
-        if self._logprobs is not None:
-            self._logprobs.add(choice)
+        if self._outputs is not None:
+            self._outputs.add(choice)
         if self._reading is None:
             return [ContentPiece(choice.text)] if choice.text else []
         return self._noted(self._reading.events(choice))
@@ -113,7 +119,6 @@ class ReadStream:
         """The number of tokens of thoughts in the output that was read last."""
 
     def events(self, choice: CompletionOutput) -> list[Event]:
-        """The events of an output."""
         events = self.more(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
             events = events + self._shown(self._reader.finish(is_cut=is_cut(choice)))

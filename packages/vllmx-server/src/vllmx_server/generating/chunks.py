@@ -29,10 +29,17 @@ class Chunks:
 
     Args:
         options: of the request.
+        model: as the request names it.
     """
 
     def __init__(
-        self, kind: str, answer_id: str, created: int, served: Served, options: StreamOptions | None
+        self,
+        kind: str,
+        answer_id: str,
+        created: int,
+        served: Served,
+        options: StreamOptions | None,
+        model: str | None,
     ) -> None:
         self._config = served.config
         options = stream_options(options, served.config.enable_force_include_usage)
@@ -40,7 +47,7 @@ class Chunks:
             "id": answer_id,
             "object": kind,
             "created": created,
-            "model": served.llm.config.name,
+            "model": served.called(model),
             "system_fingerprint": served.fingerprint,
         }
         self.head = b"data: " + encode(fixed)[:-1] + b',"choices":['

@@ -37,7 +37,7 @@ class FieldNames:
                 copy = type(error).__new__(type(error), *error.args)
                 copy.__dict__.update(error.__dict__)
                 copy.param = name.sub(own, error.param, 1)
-                copy.message = re.sub(rf"(?<![\w.]){name.pattern}", own, error.message)
+                copy.message = re.sub(rf"(?<![\w.-]){name.pattern}", own, error.message)
                 return copy
         return error
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
@@ -12,6 +12,7 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema import intervals as limits
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def field_error(param: str, text: str) -> InvalidRequestError:
@@ -120,23 +121,21 @@ class StructuredFields(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 class UnservedFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's fields of both completions of which only harmless values are served."""
 
-    use_beam_search: Any = None
-    length_penalty: Any = None
     truncation_side: Any = None
     logits_processors: Any = None
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
+    cache_prompt: Any = None
     vllm_xargs: Any = None
     repetition_detection: Any = None
 
 
 UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "use_beam_search": ((), "sample, or take the best of several choices with best_of"),
-    "length_penalty": ((0, 1), "it belongs to beam search: leave it out"),
     "truncation_side": (("left",), 'prompts lose their beginning: use "left" or leave it out'),
     "logits_processors": (([],), "no code of clients is run: use logit_bias or bad_words"),
     "mm_processor_kwargs": (({},), "prompts are text: leave it out"),
     "kv_transfer_params": (({},), "one process prefills and decodes: leave it out"),
+    "cache_prompt": ((True,), "equal prefixes are shared, which changes no answer: leave it out"),
     "vllm_xargs": (({},), "there are no such extensions: leave it out"),
     "repetition_detection": (({},), "use repetition_penalty or frequency_penalty"),
     # of chats
@@ -159,10 +158,30 @@ def _unserved(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 def check_unserved(body: msgspec.Struct) -> None:
     """Raises InvalidRequestError for a field whose value would change the answer."""
-    for name in _unserved(type(body)):
+    check_harmless(body, _unserved(type(body)), UNSERVED)
+
+
+def check_harmless(
+    body: msgspec.Struct,
+    names: Iterable[str],
+    known: Mapping[str, tuple[tuple[Any, ...], str]],
+    prefix: str = "",
+) -> None:
+    """Raises InvalidRequestError for a field of these whose value is none of the harmless ones,
+    with the remedy. `prefix`: before the names in messages."""
+    for name in names:
         value = getattr(body, name)
         if value is None or value is False:
             continue
-        harmless, remedy = UNSERVED[name]
+        harmless, remedy = known[name]
         if value not in harmless:
-            raise field_error(name, f"= {shown(value)} is not served: {remedy}")
+            raise field_error(f"{prefix}{name}", f"= {shown(value)} is not served: {remedy}")
+
+
+def accepting(base: type[S], *names: str) -> type[S]:
+    """A subclass that takes any value for the fields of these names, too."""
+    fields = [(name, Any, None) for name in names]
+    made = msgspec.defstruct(
+        base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True
+    )
+    return cast(type[S], made)

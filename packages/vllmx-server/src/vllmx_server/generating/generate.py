@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -94,7 +95,6 @@ async def generate(
     generation) makes of them, in a stream with the pings and the error event of `framing`.
     `prepare` makes of a body what is submitted, on a thread where the body is large."""
     served, started_s = served_of(request), time.monotonic()
-    deadline = deadline_of(request, served.config)
 
     def parse(data: bytes) -> tuple[Body, Asked]:
         body = checked(data, served, decoder)
@@ -102,12 +102,28 @@ async def generate(
 
     served.check_admission()
     body, asked = await read_json(request, served, parse)
+    starting = partial(submit, request, served, body, asked)
+    return await answered(request, served, body, starting, answer_of, framing, started_s)
+
+
+async def answered(
+    request: Request,
+    served: Served,
+    body: Body,
+    submit: Callable[[], Coroutine[Any, Any, list[RequestStream]]],
+    answer_of: Callable[[Served, Body, str, Generation], Answer],
+    framing: Framing,
+    started_s: float,
+) -> HeldResponse:
+    """The part of `generate` behind the reading of the body; `started_s`: `time.monotonic` before
+    that."""
+    deadline = deadline_of(request, served.config)
     generation, release = await started(
         request,
         served,
         body,
         deadline,
-        lambda: submit(request, served, body, asked),
+        submit,
         lambda streams: Generation(streams, served.metrics, started_s, deadline),
     )
     answer = answer_of(served, body, request_id_of(request, body), generation)
@@ -147,7 +163,7 @@ def held(
     """The response that sends an answer."""
     timeout_s = served.config.send_timeout_s
     if is_streamed:
-        ping_s = served.config.sse_ping_interval_s
+        ping_s = served.config.sse_ping_interval_s if framing.ping else 0.0
         make = answer.middle if answer.has_middle else None
         return EventStream(generation, release, timeout_s, answer.events(), ping_s, framing, make)
     return JSONAnswer(generation, release, timeout_s, answer.whole)

@@ -98,7 +98,6 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[list[int]]:
-        """The token ids of each prompt."""
         return [stream.prompt_token_ids for stream in self._streams]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -308,6 +307,16 @@ async def _merged(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+def phases_s(generation: Generation, index: int = 0) -> tuple[float, float]:
+    """Seconds from the end of the queue to the first token of a prompt, and from there to its last
+    token; zeros before they are known."""
+    _, times = generation.requests[index]
+    if times is None or times.first_token_s is None or times.last_token_s is None:
+        return 0.0, 0.0
+    scheduled_s = min(times.arrival_s + times.queue_s, times.first_token_s)
+    return times.first_token_s - scheduled_s, times.last_token_s - times.first_token_s
+
+
 def request_timings(config: ServerConfig, generation: Generation) -> RequestTimings | UnsetType:
     """The times of a request with one prompt and one choice; UNSET for others, as in vLLM, and
     without `--enable-per-request-metrics`."""
@@ -320,13 +329,12 @@ def request_timings(config: ServerConfig, generation: Generation) -> RequestTimi
     if times is None or times.first_token_s is None or times.last_token_s is None:
         return found
     count = generation.usage.completion_tokens
-    scheduled_s = min(times.arrival_s + times.queue_s, times.first_token_s)
-    generating_s = times.last_token_s - times.first_token_s
+    first_s, generating_s = phases_s(generation)
     found.queue_time_ms = times.queue_s * 1000
-    found.time_to_first_token_ms = (times.first_token_s - scheduled_s) * 1000
+    found.time_to_first_token_ms = first_s * 1000
     found.generation_time_ms = generating_s * 1000
     if count > 1:
         found.mean_itl_ms = generating_s * 1000 / (count - 1)
-    if times.last_token_s > scheduled_s:
-        found.tokens_per_second = count / (times.last_token_s - scheduled_s)
+    if first_s + generating_s > 0:
+        found.tokens_per_second = count / (first_s + generating_s)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
+from vllmx_engine.client.pooling import PoolingChoice, PoolingText, makes_vectors, similarity
 from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.messages import PoolingInfo
 from vllmx_engine.wire.outputs import PoolingRequestOutput
@@ -20,9 +21,13 @@ from vllmx_server.generating.fields import field_error
 from vllmx_server.watch.tracing import TextTimes
 
 F32 = npt.NDArray[np.float32]
-Task = Literal["embed", "score", "classify"]
+Task = Literal["embed", "token_embed", "score", "classify"]
 _LOADS: dict[Task, tuple[str, str]] = {
     "embed": ("makes no embeddings", "an embedding model, such as Qwen/Qwen3-Embedding-0.6B"),
+    "token_embed": (
+        "makes no vectors of tokens",
+        "a ColBERT model, such as answerdotai/answerai-colbert-small-v1",
+    ),
     "score": ("scores no texts", "a reranker, such as BAAI/bge-reranker-v2-m3"),
     "classify": ("has no classes", "a model with a classification head"),
 }
@@ -45,7 +50,7 @@ class Pooled(msgspec.Struct, frozen=True):
     """The result of one input."""
 
     values: F32
-    """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
+    """See `vllmx_engine.wire.outputs.PoolingOutput.data`."""
     num_tokens: int
     texts: Sequence[TextTimes] = ()
     """The texts that were computed for it, those aside that were for an input before it."""
@@ -98,8 +103,7 @@ class EnginePooler:
     async def pool(
         self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
-        """See `vllmx_server.generating.pooling.Pooler.pool`."""
-        if task == "score" and "embed" in self.tasks:
+        if task == "score" and makes_vectors(self.tasks):
             return await self._compared(inputs, options)
         _check_pairs(inputs)
         return await self._answers(task, inputs, options)
@@ -107,19 +111,27 @@ class EnginePooler:
     async def _compared(
         self, pairs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
-        """The cosines of the vectors of two texts; each text is computed once."""
+        """Scores of two texts by their vectors; each text is computed once."""
         texts = list(dict.fromkeys(text for pair in pairs for text in (pair.text, pair.pair or "")))
         found = await self._answers("score", [PoolingText(text) for text in texts], options)
         by_text = dict(zip(texts, found, strict=True))
+
+        def scores() -> list[float]:
+            return [
+                similarity(by_text[one.text].values, by_text[one.pair or ""].values)
+                for one in pairs
+            ]
+
         answers, told = [], set[str]()
-        for pair in pairs:
+        # On a thread: the vectors of two texts' tokens have millions of products.
+        for pair, score in zip(pairs, await asyncio.to_thread(scores), strict=True):
             both = (pair.text, pair.pair or "")
             first, second = by_text[both[0]], by_text[both[1]]
-            score = np.array([cosine(first.values, second.values)], np.float32)
             new = [text for text in dict.fromkeys(both) if text not in told]
             told.update(new)
             times = [each for text in new for each in by_text[text].texts]
-            answers.append(Pooled(score, first.num_tokens + second.num_tokens, times))
+            values = np.array([score], np.float32)
+            answers.append(Pooled(values, first.num_tokens + second.num_tokens, times))
         return answers
 
     async def _answers(

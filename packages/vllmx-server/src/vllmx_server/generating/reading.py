@@ -11,7 +11,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from msgspec.json import Decoder
 from starlette.requests import Request
+from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.request import RequestOptions
+from vllmx_engine.client.request_limits import id_outside
 
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.body import INLINE_BYTES, read_body, unread
@@ -68,6 +70,15 @@ def checked(data: bytes, served: Served, decoder: Decoder[B]) -> B:
 def most_tokens(served: Served) -> int:
     """The most tokens of a text that are listed or counted: a million, or a full context."""
     return max(_LISTED_TOKENS, served.llm.info.max_model_len)
+
+
+def check_ids(tokens: list[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for an id that is not in the vocabulary."""
+    wrong = id_outside(tokens, vocab_size)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
+        )
 
 
 @asynccontextmanager
@@ -133,6 +144,7 @@ def caller_of(request: Request, body: HasPriority) -> RequestOptions:
         share,
         queue_timeout_s,
         at_end=is_batch,
+        adapter=served.adapter_of(getattr(body, "model", None)),
         prediction=getattr(body, "predicted_text", ""),
     )
 

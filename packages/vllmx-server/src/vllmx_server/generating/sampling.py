@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
+from vllmx_engine.client.beams import BeamSearchParams, beams_of
 from vllmx_engine.core.generation_config import SAMPLING
 
 from vllmx_server.generating.fields import (
@@ -70,6 +71,12 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     logprob_token_ids: limits.LogprobIds | None = None
     """Token ids whose log-probabilities replace those of the likeliest tokens."""
     prompt_logprobs: limits.Likeliest | None = None
+    use_beam_search: bool | None = None
+    """Return the `n` best of so many beams, in place of samples."""
+    length_penalty: limits.LengthPenalty | None = None
+    """The power of its length by which a beam's log-probability is divided."""
+    early_stopping: bool | Literal["never"] | None = None
+    """See `vllmx_engine.client.beams.BeamSearchParams`."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -97,7 +104,20 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             )
         if self.stream and self.prompt_logprobs is not None:
             raise field_error("prompt_logprobs", "cannot be streamed: leave out stream")
+        if self.use_beam_search and self.stream:
+            raise field_error(
+                "use_beam_search", "knows its answers only at the end: leave out stream"
+            )
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) not in (None, 1, False) and not self.use_beam_search:
+                raise field_error(name, "belongs to a beam search: set use_beam_search, too")
         check_unserved(self)
+
+    def beams(self, params: SamplingParams) -> BeamSearchParams | None:
+        """The beam search that is asked for; None: tokens are drawn. Raises InvalidRequestError."""
+        if not self.use_beam_search:
+            return None
+        return beams_of(params, self.length_penalty, self.early_stopping)
 
     def check_streamed(self, name: str, num_logprobs: int | None) -> None:
         """Raises InvalidRequestError for more log-probabilities than one chunk should hold."""

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
+from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, shown
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.wire.messages import CoreInfo
@@ -55,6 +56,12 @@ class Processes(Protocol):
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
+
+    async def drain_replica(self, number: int, timeout_s: float) -> None:
+        """See `AsyncLLM.drain_replica`."""
+
+    async def add_replica(self, number: int) -> None:
+        """See `AsyncLLM.add_replica`."""
 
     def shut_down(self) -> None:
         """Does what SIGTERM does to the server."""
@@ -159,19 +166,52 @@ class Served:
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
+        if self.adapter_of(name):
+            return
         if self.models is not None:
             name = self.models.name_of(name)
         if name is not None and name != self.llm.config.name:
             raise ModelNotFoundError(
-                f"model {shown(name)} is not served here; served: {self.llm.config.name}",
+                f"model {shown(name)} is not served here; served:"
+                f" {', '.join([self.llm.config.name, *self.adapter_names])}",
                 param="model",
             )
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The LoRA adapters that requests may name in place of the model."""
+        return [each.name for each in self.llm.adapters or ()]
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that `model` of a request names; empty: it names none."""
+        return name if name is not None and name in self.adapter_names else ""
+
+    def called(self, name: str | None) -> str:
+        """The name of the model in an answer: that of the adapter, if one was named."""
+        return self.adapter_of(name) or self.llm.config.name
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the model, its own first."""
         own = self.llm.config.name
         return (own,) if self.models is None else (own, *self.models.aliases(own))
+
+    async def infos(self) -> list[ModelInfo]:
+        """All models of the server, this one first; ask the default one."""
+        others = [] if self.models is None else await self.models.host.cards()
+        return [self._info(), *others]
+
+    def _info(self) -> ModelInfo:
+        config, info = self.llm.config, self.llm.info
+        return ModelInfo(
+            name=config.name,
+            aliases=self.names[1:],
+            root=info.path if config.model == DEMO_MODEL else config.model,
+            state="unloaded" if self.llm.is_asleep else "loaded",
+            num_bytes=info.weight_bytes + info.kv_cache_bytes,
+            max_model_len=info.max_model_len,
+            modalities=modalities_of(info),
+        )
 
     def check_admission(self) -> None:
         """Checks that a generation request would be admitted now, before its body is read.
@@ -243,6 +283,16 @@ def cache_labels(llm: AsyncLLM) -> dict[str, object]:
     }
 
 
+def modalities_of(info: CoreInfo) -> list[Modality]:
+    """The kinds of input that a model takes."""
+    if info.audio_rows:
+        return ["audio"]
+    if info.takes_audio:
+        return ["text", "audio"]
+    return ["text", "image"] if info.takes_images else ["text"]
+
+
+Modality = Literal["text", "image", "audio"]
 State = Literal["unloaded", "loading", "loaded", "failed"]
 
 
@@ -256,7 +306,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int | None = None
     """The bytes of weights and KV cache, once it was loaded."""
     max_model_len: int | None = None
-    takes_images: bool | None = None
+    modalities: list[Modality] | None = None
     error: str | None = None
     """Why it could not be loaded."""
 

@@ -3,6 +3,7 @@ certificate that it shows there."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 _BACKLOG = 1024
+_FIRST_PASSED = 3
+"""The descriptor of the first socket that systemd passes."""
 _WRONG_DATES = {9: "is not valid yet", 10: "has expired"}
 """OpenSSL's codes of the errors, and their texts."""
 
@@ -39,15 +42,43 @@ def bind(server: ServerConfig) -> tuple[socket.socket, str]:
     try:
         if server.uds is not None:
             _bind_unix(listener, server.uds)
-            return listener, f"unix:{server.uds}"
+            return listener, url_of(listener, server)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.port))
     except OSError as error:
         listener.close()
         raise _cannot_listen(server, error) from None
+    return listener, url_of(listener, server)
+
+
+def url_of(listener: socket.socket, server: ServerConfig) -> str:
+    """The base URL of a bound socket."""
+    if server.uds is not None:
+        return f"unix:{server.uds}"
     scheme = "https" if server.ssl_certfile else "http"
-    host = f"[{server.host}]" if family == socket.AF_INET6 else server.host
-    return listener, f"{scheme}://{host}:{listener.getsockname()[1]}"
+    host = f"[{server.host}]" if listener.family == socket.AF_INET6 else server.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def passed_by_systemd(server: ServerConfig) -> tuple[socket.socket | None, ServerConfig]:
+    """The socket of a unit that starts the server at the first connection (sd_listen_fds(3)), and
+    the configuration with its address; None without such a unit. Raises ConfigError."""
+    count = os.environ.pop("LISTEN_FDS", "0")
+    if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or count == "0":
+        return None, server
+    listener = socket.socket(fileno=_FIRST_PASSED)
+    if count != "1" or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.close()
+        raise ConfigError(
+            f"systemd passed {count} sockets, and the server needs one that listens: give its"
+            " .socket unit one ListenStream= and Accept=no",
+            param="port",
+        )
+    listener.set_inheritable(False)
+    address = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return listener, dataclasses.replace(server, uds=address)
+    return listener, dataclasses.replace(server, host=address[0], port=address[1], uds=None)
 
 
 def bind_operators(server: ServerConfig) -> socket.socket | None:

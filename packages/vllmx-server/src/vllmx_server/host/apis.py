@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from vllmx_core.errors import PluginError
+from vllmx_core.errors import ConfigError, PluginError, listing
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.plugins.specs import ApiSpec
 
@@ -16,14 +16,29 @@ from vllmx_server.http.route import Route
 
 def load_apis(config: ServerConfig, registry: Registry | None = None) -> list[Api]:
     """Imports and makes the APIs of a server with this configuration. `registry`: None: that of the
-    installed plugins. Raises PluginError, and ConfigError for settings that an API cannot use."""
+    installed plugins. An API that `--apis` names takes routes over from those that it does not.
+    Raises PluginError, and ConfigError for a name that is unknown or settings that an API cannot
+    use."""
     specs = (_installed() if registry is None else registry).all(ApiSpec)
-    return [spec.load()(config) for spec in specs if _is_on(spec, config)]
+    known = {spec.name: spec for spec in specs if spec.by_name}
+    if unknown := [name for name in config.apis if name not in known]:
+        raise ConfigError(
+            f"--apis names {listing(unknown)}, and the APIs to choose from are {listing(known)}",
+            param="apis",
+        )
+    named: list[Api] = [known[name].load()(config) for name in config.apis]
+    taken = {(route.method, route.path) for api in named for route in api.routes}
+    others = [spec.load()(config) for spec in specs if not spec.by_name and _is_on(spec, config)]
+    for api in others if taken else ():
+        api.routes = [each for each in api.routes if (each.method, each.path) not in taken]
+    return [*named, *others]
 
 
-def all_routes() -> list[Route]:
-    """The routes of all APIs that are installed, switched on or not."""
-    return [route for spec in _installed().all(ApiSpec) for route in spec.load().routes]
+def all_routes(*, by_name: bool = False) -> list[Route]:
+    """The routes of all APIs that are installed, switched on or not: of those that `--apis` may
+    name, or of all others."""
+    specs = (spec for spec in _installed().all(ApiSpec) if spec.by_name == by_name)
+    return [route for spec in specs for route in spec.load().routes]
 
 
 def check_routes(apis: Sequence[Api]) -> None:
@@ -35,8 +50,8 @@ def check_routes(apis: Sequence[Api]) -> None:
             if other is not api:
                 names = (f"{type(each).__module__}.{type(each).__name__}" for each in (other, api))
                 raise PluginError(
-                    f"{' and '.join(names)} both answer {route.method} {route.path}: uninstall the"
-                    " plugin of one"
+                    f"{' and '.join(names)} both answer {route.method} {route.path}: leave one"
+                    " out of --apis, or uninstall the plugin of one"
                 )
 
 

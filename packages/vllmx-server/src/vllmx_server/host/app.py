@@ -97,6 +97,14 @@ class OneProcess:
     async def wake(self) -> None:
         await self._llm.wake()
 
+    async def drain_replica(self, number: int, timeout_s: float) -> None:
+        """See `AsyncLLM.drain_replica`."""
+        await self._llm.drain_replica(number, timeout_s)
+
+    async def add_replica(self, number: int) -> None:
+        """See `AsyncLLM.add_replica`."""
+        await self._llm.add_replica(number)
+
     def shut_down(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -171,6 +179,9 @@ def build_app(
     served.app, served.routes = app, public
     served.endpoints = {each.path: one for each, one in endpoints if each.method == "POST"}
     app.state.served, app.state.server = served, server
+    app.state.error_shapes = [each for api in apis for each in api.error_shapes]
+    untyped = (route.path for api in apis if api.takes_untyped for route in api.routes)
+    app.state.untyped = frozenset(untyped)
     if peers is not None:
         peers.join(app, served)
     for api in apis:
@@ -255,7 +266,7 @@ def _endpoint(route: Route, has_peers: bool, several: bool) -> Endpoint:
     if several and route.of_model:
         from vllmx_server.host.models.routing import of_model
 
-        endpoint = of_model(endpoint)
+        endpoint = of_model(endpoint, route.model_of, is_sse=route.is_sse)
     elif has_peers and route.led:
         from vllmx_server.host.workers.relay import led
 

@@ -14,7 +14,7 @@ from hypercorn.config import Config
 from vllmx_core.errors import EngineDeadError
 from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.core_start import CoreStart
 from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server.config import ServerConfig

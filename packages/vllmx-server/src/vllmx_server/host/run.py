@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
 from vllmx_core.system.files import warn_of_readers
 from vllmx_core.system.processors import available_processors
 from vllmx_engine.checked_flags import check_flags
-from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.core_start import CoreStart
 
 from vllmx_server.config import ServerConfig
-from vllmx_server.host.address import bind, bind_operators, check_certificate
+from vllmx_server.host.address import (
+    bind,
+    bind_operators,
+    check_certificate,
+    passed_by_systemd,
+    url_of,
+)
 from vllmx_server.host.signals import Signals
 from vllmx_server.watch.collector import check_tracing
 
@@ -87,9 +94,10 @@ async def _serve(
         from vllmx_server.store.folder import Folder
 
         Folder(server.data_dir).close()
+    passed, server = passed_by_systemd(server)
     operators = bind_operators(server)
     try:
-        listener, url = bind(server)
+        listener, url = bind(server) if passed is None else (passed, url_of(passed, server))
     except BaseException:
         _unbind(operators, server.admin_uds)
         raise
@@ -102,7 +110,15 @@ async def _serve(
 
     try:
         signals = Signals()
-        server = dataclasses.replace(server, api_workers=server.api_workers or _suitable_workers())
+        scales = any(one.min_replicas for one in (engine, *(model.engine for model in models)))
+        suitable = 1 if engine.replica_hosts or scales else _suitable_workers()
+        server = dataclasses.replace(server, api_workers=server.api_workers or suitable)
+        if scales and (server.api_workers != 1 or len(models) > 1):
+            raise ConfigError(
+                "--min-replicas needs one API process and one model: leave --api-workers out, and"
+                " start a server for each model",
+                param="min_replicas",
+            )
         if server.api_workers != 1:
             workers: Any = await asyncio.to_thread(
                 import_module, "vllmx_server.host.workers.supervisor"
@@ -118,7 +134,7 @@ async def _serve(
             )
     finally:
         _unbind(operators, server.admin_uds)
-        _unbind(listener, server.uds)
+        _unbind(listener, server.uds if passed is None else None)
 
 
 def _unbind(listener: socket.socket | None, path: str | None) -> None:

@@ -27,7 +27,7 @@ from vllmx_server.host.process import serve_until_stopped
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import Serving
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.messages import Begin, Reload
+from vllmx_server.host.workers.messages import Begin, DrainReplica, Reload
 from vllmx_server.host.workers.peers import Peers
 from vllmx_server.watch.metrics import MetricCounts
 
@@ -73,6 +73,8 @@ class Worker:
             count=self._count,
             leave=self._leave,
             core_lost=self._core_lost,
+            drain_replica=self._drain_replica,
+            add_replica=self._add_replica,
         )
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
@@ -111,7 +113,7 @@ class Worker:
             self._serving.result()
 
     async def _serve(self, begin: Begin) -> None:
-        async with await attach(begin.core, begin.core_path) as core:
+        async with await attach(begin.core, begin.core_paths) as core:
             await serve_until_stopped(
                 core,
                 begin.server,
@@ -169,6 +171,14 @@ class Worker:
     async def _leave(self, name: str) -> bool:
         models = None if self._server is None else self._server.served.models
         return models is None or await models.leave(name)
+
+    async def _drain_replica(self, asked: DrainReplica) -> None:
+        if self._server is not None:
+            await self._server.served.llm.drain_replica(asked.number, asked.timeout_s)
+
+    async def _add_replica(self, number: int) -> None:
+        if self._server is not None:
+            await self._server.served.llm.add_replica(number)
 
     def _core_lost(self, cause: ErrorRecord) -> None:
         if self._server is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from starlette.requests import Request
 from starlette.types import Message
 from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.config import ServerConfig
-from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, route_path
 from vllmx_server.limits.admission import GIVEN_BODY, HeldBody
 
+_UNTYPED = ("", "application/x-www-form-urlencoded")
+"""Bodies without a type, and those of `curl -d`."""
 INLINE_BYTES = 64 << 10
 """Larger bodies are decoded on a thread: so many bytes take about a millisecond."""
 
@@ -30,7 +33,7 @@ async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> b
     if given is not None:
         return given
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != "application/json" and not _is_untyped(request, media_type):
         raise MediaTypeError(
             f"the body has the content type {shown(media_type)}: send JSON with the header"
             " 'Content-Type: application/json'"
@@ -48,6 +51,15 @@ async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> b
             f"the body did not arrive within {config.body_timeout_s:g} s: send it faster, or raise"
             " --body-timeout-s"
         ) from None
+
+
+def _is_untyped(request: Request, media_type: str) -> bool:
+    """True if a program sent an undeclared body to an API that takes those. Browsers add the origin
+    of the page to every POST, so no page passes for a program."""
+    paths: Collection[str] = getattr(request.app.state, "untyped", ())
+    if media_type not in _UNTYPED or route_path(request.scope) not in paths:
+        return False
+    return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 
 
 def unread(request: Request, data: bytes) -> Request:

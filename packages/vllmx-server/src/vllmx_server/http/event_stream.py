@@ -85,11 +85,7 @@ class Pings:
 
 logger = logging.getLogger("vllmx.server")
 DONE = b"data: [DONE]\n\n"
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_EVENT_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +95,8 @@ class Framing:
     failed: Callable[[VllmxError], bytes]
     """The last event of a stream that fails."""
     ping: bytes = PING
+    """Empty: such streams have none."""
+    media_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 OPENAI = Framing(lambda error: b"data: " + error_body(error) + b"\n\n" + DONE)
@@ -318,8 +316,8 @@ class EventStream(HeldResponse):
         self._sending = True
         if not self._begun:
             self._begun = True
-            start = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
-            await self._send(start)
+            headers = [(b"content-type", self._framing.media_type), *_EVENT_HEADERS]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._send = self._scope["state"]["send"]
             self._direct = DirectBody.of(self._send)
         await self._send({"type": "http.response.body", "body": body, "more_body": more_body})

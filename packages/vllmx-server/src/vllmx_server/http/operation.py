@@ -22,7 +22,7 @@ COUNTED = (GENERATING, VECTORS, TEXT)
 """Tags of routes whose requests count against the limits of a key."""
 HELLO = [{"role": "user", "content": "Hello!"}]
 SCHEMA = {"type": "string"}
-Task = Literal["generate", "embed", "classify", "score", "pool"]
+Task = Literal["generate", "embed", "token_embed", "classify", "score", "pool"]
 """The task of a model that a route needs: "pool" is any but "generate"."""
 
 
@@ -48,6 +48,10 @@ class Media:
     """An answer of one of these media types instead of a struct."""
 
     media_types: tuple[str, ...]
+
+
+JSON = Media(("application/json",))
+"""An answer whose shape another server's documentation describes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from starlette.requests import Request
+
 from vllmx_server.http.operation import Endpoint, Operation
+
+ModelOf = Callable[[Request, str | None], str | None]
 
 
 class Right(Enum):
@@ -32,6 +36,9 @@ class Route:
         is_logged: the access log has a line for each request.
         names: the values of its parameter that are there; none: any. Others need a key.
         span: `gen_ai.operation.name` of the spans of its requests; None: it makes none.
+        model_of: with `of_model`, the name of the model for a request and the `model` of its body;
+            None: that is the name.
+        is_sse: streams are server-sent events, which may begin before the model is loaded.
     """
 
     method: str
@@ -45,3 +52,5 @@ class Route:
     is_logged: bool = True
     names: Sequence[str] = ()
     span: str | None = None
+    model_of: ModelOf | None = None
+    is_sse: bool = True

@@ -98,7 +98,6 @@ class ToolServer:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def stop(self) -> None:
-        """Ends it."""
         self._stopping.set()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:

@@ -80,12 +80,8 @@ _OF_THE_DISK = tuple(
 
 
 class StorageError(VllmxError):
-    """Data cannot be written or read: a full disk, say.
-
-    Attributes:
-        reason: what the system or SQLite says, for the log and for whoever runs the server; answers
-            do not hold it.
-    """
+    """Data cannot be written or read: a full disk, say. `reason` is what the system or SQLite says,
+    for the log and operators; answers do not hold it."""
 
     http_status = 503
     code = "storage_unavailable"
@@ -98,11 +94,8 @@ class StorageError(VllmxError):
 
 
 class Database:
-    """One connection, opened at first use, and one thread for it.
-
-    Args:
-        path: of the file, or `TEMPORARY`.
-    """
+    """One connection to the file `path` (or `TEMPORARY`), opened at first use, and one thread for
+    it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -141,7 +134,7 @@ class Database:
                     connection.execute("ROLLBACK")
         except (sqlite3.Error, OSError) as error:
             failed = StorageError(_reason(error))
-            if _is_of_the_disk(error):
+            if isinstance(error, OSError) or _reason(error).startswith(_OF_THE_DISK):
                 logger.error("the store failed: %s: %s", failed.reason, LOOK)
             else:
                 logger.error("the store failed: %s\n%s", failed.reason, private_traceback(error))
@@ -153,11 +146,6 @@ def _reason(error: sqlite3.Error | OSError) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return getattr(error, "sqlite_errorname", type(error).__name__)
-
-
-def _is_of_the_disk(error: sqlite3.Error | OSError) -> bool:
-    """True if the disk is at fault, rather than our code."""
-    return isinstance(error, OSError) or _reason(error).startswith(_OF_THE_DISK)
 
 
 def _open(path: str) -> sqlite3.Connection:
@@ -182,14 +170,8 @@ def _open(path: str) -> sqlite3.Connection:
 
 
 class Storage:
-    """Opened together; the database once it is needed.
-
-    Args:
-        data_dir: path of the folder; None: nothing outlives the server.
-        folder: in place of one that is opened.
-
-    Raises ConfigError where the folder cannot be used.
-    """
+    """Files and database, which is opened when needed, in `data_dir` (None: nothing outlives the
+    server) or an opened `folder`. Raises ConfigError if the folder cannot be used."""
 
     def __init__(self, data_dir: str | None, folder: Folder | None = None) -> None:
         self.folder = folder or Folder(data_dir)

@@ -148,7 +148,6 @@ class ToolCounts:
             self._restarts.add(server)
 
     def counted(self) -> ToolsCounted:
-        """A copy of all counts."""
         with self._lock:
             return ToolsCounted(
                 self._calls.counted(),

@@ -244,7 +244,6 @@ class Metrics:
             counter.add(label, count=count)
 
     def count_http(self, handler: str, method: str, status: int) -> None:
-        """Counts one HTTP request."""
         self._http.add(handler, method, f"{status // 100}xx")
 
     def counts(self) -> MetricCounts:
@@ -283,8 +282,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as Prometheus has them."""
-        yield from self._gauges()
-        yield from self._core_counters()
+        yield from self._core_families()
+        yield self._cache_info()
         for counter in self._counters.values():
             yield counter.family(**({} if counter is self._http else {"model_name": self.model}))
         if self.tools is not None:
@@ -297,54 +296,86 @@ class Metrics:
         for name, histogram in self._histograms.items():
             yield histogram_family(name, HISTOGRAMS[name][0], "model_name", {self.model: histogram})
 
-    def _gauges(self) -> Iterator[Metric]:
+    def _core_families(self) -> Iterator[Metric]:
+        """Gauges and counters of the core, or of each replica with its number as a label."""
         now = self._stats()
-        used = 1 - now.num_free_blocks / now.num_blocks if now.num_blocks else 0.0
-        gauges: list[tuple[str, str, float]] = [
-            ("num_requests_running", "Sequences in the running batch", now.num_running),
-            ("num_requests_waiting", "Sequences that wait", now.num_waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all", used),
-        ]
-        if now.num_state_slots:
-            share = now.num_used_slots / now.num_state_slots
-            gauges += [
-                ("state_slot_usage_perc", "Share of state slots of running sequences", share),
-                ("state_snapshots", "Prefixes whose states are kept", now.num_snapshots),
-            ]
-        for name, text, value in gauges:
-            family = GaugeMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            yield family
-        info = GaugeMetricFamily(
-            "vllmx:cache_config_info",
-            "The KV cache, in labels",
-            labels=["model_name", *self._cache],
-        )
-        info.add_metric([self.model, *self._cache.values()], 1.0)
-        yield info
-
-    def _core_counters(self) -> Iterator[Metric]:
-        now = self._stats()
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens processed", now.prompt_tokens),
-            ("generation_tokens", "Tokens generated", now.generation_tokens),
-            ("num_preemptions", "Preemptions", now.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up", now.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the cache", now.prefix_cache_hits),
-            ("engine_steps", "Steps of the engine", now.num_steps),
-            ("spec_decode_num_drafts", "Rows of steps with draft tokens", now.num_drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens", now.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens kept", now.num_accepted_tokens),
-        ):
-            family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            yield family
+        names = ["model_name", "replica"] if now.replicas else ["model_name"]
+        found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for replica, stats in (now.replicas or {"": now}).items():
+            labels = [self.model, replica] if now.replicas else [self.model]
+            for kind, rows in (
+                (GaugeMetricFamily, _gauges(stats)),
+                (CounterMetricFamily, _counters(stats)),
+            ):
+                for name, text, value in rows:
+                    family = found.setdefault(name, kind(f"vllmx:{name}", text, labels=names))
+                    family.add_metric(labels, value)
+        yield from found.values()
         if now.num_drafts:
             places = CounterMetricFamily(
                 "vllmx:spec_decode_num_accepted_tokens_per_pos",
                 "Draft tokens kept, by their place in the draft",
                 labels=["model_name", "position"],
             )
-            for place, value in enumerate(now.accepted_at):
-                places.add_metric([self.model, str(place)], value)
+            for place, count in enumerate(now.accepted_at):
+                places.add_metric([self.model, str(place)], count)
             yield places
+
+    def _cache_info(self) -> Metric:
+        info = GaugeMetricFamily(
+            "vllmx:cache_config_info",
+            "The KV cache, in labels",
+            labels=["model_name", *self._cache],
+        )
+        info.add_metric([self.model, *self._cache.values()], 1.0)
+        return info
+
+
+def _gauges(now: CoreStats) -> list[tuple[str, str, float]]:
+    used = 1 - now.num_free_blocks / now.num_blocks if now.num_blocks else 0.0
+    gauges: list[tuple[str, str, float]] = [
+        ("num_requests_running", "Sequences in the running batch", now.num_running),
+        ("num_requests_waiting", "Sequences that wait", now.num_waiting),
+        ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all", used),
+    ]
+    if now.num_state_slots:
+        share = now.num_used_slots / now.num_state_slots
+        gauges += [
+            ("state_slot_usage_perc", "Share of state slots of running sequences", share),
+            ("state_snapshots", "Prefixes whose states are kept", now.num_snapshots),
+        ]
+    if now.num_stored_blocks >= 0:
+        gauges += [
+            (
+                "kv_host_blocks",
+                "KV blocks in host memory below the device",
+                now.num_host_blocks,
+            ),
+            ("kv_host_bytes", "Bytes of these", now.host_block_bytes),
+            ("kv_store_blocks", "KV blocks on disk or in another store", now.num_stored_blocks),
+            ("kv_store_bytes", "Bytes of the store", now.stored_bytes),
+        ]
+    gauges += [
+        ("sessions", "Sessions that pin KV blocks", now.num_sessions),
+        ("session_blocks", "KV blocks that sessions pin", now.num_pinned_blocks),
+    ]
+    return gauges
+
+
+def _counters(now: CoreStats) -> list[tuple[str, str, float]]:
+    return [
+        ("prompt_tokens", "Prompt tokens processed", now.prompt_tokens),
+        ("generation_tokens", "Tokens generated", now.generation_tokens),
+        ("num_preemptions", "Preemptions", now.num_preemptions),
+        ("prefix_cache_queries", "Prompt tokens looked up", now.prefix_cache_queries),
+        ("prefix_cache_hits", "Prompt tokens found in the cache", now.prefix_cache_hits),
+        ("kv_tier_tokens", "Prompt tokens found below the device", now.tier_tokens),
+        ("kv_tier_given_up", "Fetches that took too long", now.num_given_up_fetches),
+        ("kv_store_failures", "Failed calls of --kv-connector", now.num_store_failures),
+        ("kv_peer_tokens", "Prompt tokens computed by another replica", now.peer_tokens),
+        ("kv_peer_failures", "Replicas that had no blocks to give", now.num_peer_failures),
+        ("engine_steps", "Steps of the engine", now.num_steps),
+        ("spec_decode_num_drafts", "Rows of steps with draft tokens", now.num_drafts),
+        ("spec_decode_num_draft_tokens", "Draft tokens", now.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Draft tokens kept", now.num_accepted_tokens),
+    ]

@@ -69,7 +69,6 @@ class SpanTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def end(self, trace: Trace, ended: Ended, scope: Scope) -> None:
-        """See `vllmx_server.watch.tracing.Tracer`."""
         operation = self._operations.get(ended.route)
         if operation is None:
             return
@@ -79,7 +78,6 @@ class SpanTracer:
             logger.error("a trace cannot be made\n%s", private_traceback(error))
 
     async def close(self) -> None:
-        """See `vllmx_server.watch.tracing.Tracer`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_S)

@@ -81,6 +81,17 @@ export async function listModels() {
   return (await (await call("v1/models")).json()).data;
 }
 
+/** The MCP servers that this key may use, with their tools. */
+export async function listToolServers() {
+  return (await (await call("v1/mcp/servers")).json()).data;
+}
+
+/** The text of a tool's result, which may say that the call failed. */
+export async function callTool(server, name, args, signal) {
+  const body = { server_label: server, name, arguments: args };
+  return (await (await call("v1/mcp/call", { body, signal })).json()).output;
+}
+
 /** Streams a chat; `take` is given each chunk. Raises ServerError, also for what fails later, and
  * AbortError when `signal` says so. */
 export async function streamChat(body, signal, take) {

@@ -27,6 +27,7 @@ function App({ chats }) {
     <${Sidebar} chats=${chats} state=${state} close=${() => showList(false)} />
     <div class="veil" onClick=${() => (showList(false), close())}></div>
     <main>
+      <h1 class="hidden">${state.chat.title || "New chat"}</h1>
       <${Header} chats=${chats} state=${state} openList=${() => showList(true)} drawer=${drawer} turn=${turn} />
       ${state.trouble && html`<p class="banner" role="status"><span class="working"></span>${state.trouble.message} Trying again …</p>`}
       <${Conversation} chats=${chats} state=${state} />
@@ -51,7 +52,7 @@ function Header({ chats, state, openList, drawer, turn }) {
     </label>
     <span class="grow"></span>
     <${ThemeButton} />
-    <${IconButton} icon="pulse" label="The server now" aria-pressed=${drawer === "panel"} onClick=${() => turn("panel")} />
+    <${IconButton} icon="pulse" label="Server status" aria-pressed=${drawer === "panel"} onClick=${() => turn("panel")} />
     <${IconButton} icon="sliders" label="Settings" aria-pressed=${drawer === "settings"} onClick=${() => turn("settings")} />
   </header>`;
 }
@@ -107,17 +108,27 @@ function Conversation({ chats, state }) {
   return html`<div class="conversation" ref=${box} onScroll=${onScroll} tabindex="-1">
     <div class="messages" role="log" aria-live="off" aria-label="Conversation" ref=${inner}>
       ${path.length
-        ? path.map((node, at) => html`<${Message} key=${node.id} node=${node} chats=${chats} isLast=${at === path.length - 1} />`)
+        ? path.map((node, at) => html`<${Turn} key=${node.pair ?? node.id} node=${node} chats=${chats} isLast=${at === path.length - 1} />`)
         : html`<${Welcome} state=${state} />`}
     </div>
     ${isAway && html`<button type="button" class="to-end" aria-label="To the end" onClick=${toEnd}><${Icon} name="down" /></button>`}
   </div>`;
 }
 
+/** A message of the path; compared answers stand side by side. */
+function Turn({ node, chats, isLast }) {
+  const pair = chats.pairOf(node);
+  if (pair.length < 2) return html`<${Message} node=${node} chats=${chats} isLast=${isLast} />`;
+  return html`<div class="pair">${pair.map((one) => html`<div key=${one.id} class=${one === node ? "side" : "side other"}>
+    <${Message} node=${one} chats=${chats} isLast=${isLast && one === node} />
+    ${one !== node && one.state !== "streaming" && html`<button type="button" class="quiet" onClick=${() => chats.choose(one)}>Continue with this answer</button>`}
+  </div>`)}</div>`;
+}
+
 function Welcome({ state }) {
   const card = state.models.find((model) => model.id === state.model);
   return html`<div class="welcome">
-    <h1>${state.model || "vllmx"}</h1>
+    <h2>${state.model || "vllmx"}</h2>
     ${card?.max_model_len && html`<p>${card.max_model_len.toLocaleString("en")} tokens of context</p>`}
   </div>`;
 }
@@ -130,7 +141,7 @@ function useKeys(chats, actions) {
     const onKeyDown = (event) => {
       if (document.querySelector("dialog[open]") || event.defaultPrevented) return;
       if (event.key === "Escape") {
-        if (chats.live) chats.stop();
+        if (chats.working().length) chats.stop();
         else now.current.close();
         return;
       }

@@ -1,19 +1,21 @@
 // The conversations and all that can be done with them. Views read `store.state` and call methods.
-import { ServerError, key, listModels } from "./api.js";
+import { ServerError, callTool, key, listModels, listToolServers } from "./api.js";
 import { openDatabase } from "./database.js";
 import { Live } from "./live.js";
-import { keepSettings, lastSettings, requestBody } from "./settings.js";
-import { fromFile, toFile } from "./transfer.js";
-import { branches, newestLeaf, pathTo } from "./tree.js";
+import { keepSettings, lastSettings, lines, presets, requestBody } from "./settings.js";
+import { fromFile, toFile, toMarkdown } from "./transfer.js";
+import { branches, children, newestLeaf, pathTo } from "./tree.js";
 import { Store, newId } from "./ui.js";
 
 const RETRY_MS = 1500;
 const MODEL = "vllmx.model";
 const OPEN = "vllmx.chat";
+const MOST_ROUNDS = 16; // of calls that nobody was asked about
 
 export class Chats {
   constructor() {
     this.lives = new Map(); // by node
+    this.runs = new Map(); // by node: {node, stop} of calls of tools
     addEventListener("pagehide", () => {
       for (const live of this.lives.values()) live.save(live.node);
     });
@@ -22,6 +24,8 @@ export class Chats {
       chat: null, // the open one: {id, title, created, updated, leaf, settings, nodes}
       models: [],
       model: localStorage.getItem(MODEL) ?? "",
+      servers: [], // MCP servers: {server_label, tools, error}
+      compared: "", // whose answers are shown beside: "model:ID", "preset:NAME" or nobody's
       trouble: null, // {kind, message} while the server does not serve
       needsKey: false,
       isKept: true,
@@ -49,20 +53,21 @@ export class Chats {
   async connect() {
     clearTimeout(this.retry);
     try {
-      const models = await listModels();
+      const [models, servers] = await Promise.all([listModels(), listToolServers()]);
       const isKnown = models.some((model) => model.id === this.state.model);
       const model = isKnown ? this.state.model : (models[0]?.id ?? "");
       if (this.state.trouble) this.say("The server is back.");
-      this.store.set({ models, model, trouble: null, needsKey: false });
+      this.store.set({ models, servers, model, trouble: null, needsKey: false });
     } catch (error) {
       this.note(error);
     }
   }
 
-  /** Takes note of what has become of the models, as somebody is about to choose one. */
+  /** Lists models and MCP servers again, as somebody is about to choose one. */
   async look() {
     try {
-      this.store.set({ models: await listModels() });
+      const [models, servers] = await Promise.all([listModels(), listToolServers()]);
+      this.store.set({ models, servers });
     } catch (error) {
       this.note(error);
     }
@@ -122,7 +127,7 @@ export class Chats {
   }
 
   async remove(id) {
-    for (const live of this.lives.values()) if (live.node.chat === id) live.stop();
+    this.stop(id);
     await this.database.remove(id);
     this.store.set({ list: this.state.list.filter((chat) => chat.id !== id) });
     if (this.state.chat.id === id) this.begin();
@@ -137,6 +142,12 @@ export class Chats {
     const settings = { ...this.state.chat.settings, ...patch };
     keepSettings(settings);
     this.update(this.state.chat, { settings });
+  }
+
+  /** Takes settings in place of those of the open chat; the form is drawn anew. */
+  replaceSettings(settings) {
+    keepSettings(settings);
+    this.update(this.state.chat, { settings, preset: (this.state.chat.preset ?? 0) + 1 });
   }
 
   /** Changes fields of a chat, in the list, in what is shown and in what is kept. */
@@ -164,6 +175,20 @@ export class Chats {
     return toFile(await Promise.all(chats));
   }
 
+  /** A chat's current path as Markdown. */
+  async markdown(id) {
+    const chat = this.state.list.find((one) => one.id === id);
+    const nodes = new Map((await this.database.nodes(id)).map((node) => [node.id, node]));
+    return toMarkdown(chat.title, pathTo(nodes, chat.leaf));
+  }
+
+  /** The ids of the chats that have these words in a title or a message. */
+  async search(words) {
+    const sought = words.toLowerCase();
+    const found = this.state.list.filter((chat) => chat.title.toLowerCase().includes(sought));
+    return new Set([...found.map((chat) => chat.id), ...(await this.database.search(sought))]);
+  }
+
   /** Adds the chats of a file; gives how many. */
   async importAll(text) {
     const found = fromFile(text);
@@ -186,7 +211,7 @@ export class Chats {
     for (const node of nodes) chat.nodes.set(node.id, node);
     const patch = { leaf: nodes.at(-1).id, updated: Date.now() };
     const first = nodes.find((node) => node.role === "user");
-    if (!chat.title && first) patch.title = titleOf(first.content);
+    if (!chat.title && first) patch.title = titleOf(first.content || first.files?.[0]?.name || first.audio?.[0]?.name || "");
     this.update(chat, patch, nodes);
   }
 
@@ -195,17 +220,18 @@ export class Chats {
     return { id: newId(), chat: chat.id, parent, order: Date.now() * 1000 + chat.nodes.size, content: "", ...fields };
   }
 
-  send(content, images = []) {
-    this.ask(this.state.chat.leaf, content, images);
+  /** `attached`: {images, files, audio}, each a list. */
+  send(content, attached) {
+    this.ask(this.state.chat.leaf, content, attached);
   }
 
   /** Another version of a message, with an answer of its own. */
   edit(node, content) {
-    this.ask(node.parent, content, node.images);
+    this.ask(node.parent, content, node);
   }
 
-  ask(parent, content, images) {
-    const asked = this.node(parent, { role: "user", content, images });
+  ask(parent, content, { images, files, audio }) {
+    const asked = this.node(parent, { role: "user", content, images, files, audio });
     this.answer(asked.id, [asked]);
   }
 
@@ -225,11 +251,90 @@ export class Chats {
     this.answer(parent, nodes);
   }
 
+  /** MCP servers that are used with these settings. */
+  serversOf(settings) {
+    const used = lines(settings.servers);
+    return this.state.servers.filter((one) => used.includes(one.server_label));
+  }
+
+  /** The tool of an MCP server that a call means: models leave out the server's name where that is plain. */
+  toolOf(name) {
+    const tools = this.serversOf(this.state.chat.settings).flatMap(({ server_label: server, tools: own }) =>
+      own.map((tool) => ({ server, name: tool.function.name })),
+    );
+    const found = tools.filter((tool) => tool.name === `${tool.server}__${name}`);
+    return tools.find((tool) => tool.name === name) ?? (found.length === 1 ? found[0] : undefined);
+  }
+
+  /** Runs the calls of an answer that MCP servers take, and sends their results with the others', unless it was
+   * stopped or another chat was opened. */
+  async runCalls(node, results) {
+    const controller = new AbortController();
+    this.runs.set(node.id, { node, stop: () => controller.abort() });
+    this.store.set({});
+    const running = node.calls.map(async ({ id, name, arguments: args }) => {
+      const tool = this.toolOf(name);
+      if (tool && !results[id]) results[id] = await resultOf(tool, args, controller.signal);
+    });
+    await Promise.all(running);
+    this.runs.delete(node.id);
+    if (!controller.signal.aborted && this.state.chat.id === node.chat) this.sendResults(node, results);
+    else this.store.set({});
+  }
+
+  /** Tools of this answer are no longer asked about in the open chat. */
+  allow(node) {
+    const { allowed } = this.state.chat.settings;
+    const names = node.calls.map((call) => call.name).filter((name) => this.toolOf(name));
+    this.setSettings({ allowed: [...new Set([...lines(allowed), ...names])].join("\n") });
+  }
+
+  /** Whether all calls of an answer may run without a question. */
+  isAllowed(node) {
+    const { chat } = this.state;
+    const allowed = lines(chat.settings.allowed);
+    const path = pathTo(chat.nodes, node.id);
+    const rounds = path.slice(path.findLastIndex((one) => one.role === "user")).filter((one) => one.calls?.length);
+    const isKnown = ({ name }) => allowed.includes(name) && this.toolOf(name);
+    return rounds.length <= MOST_ROUNDS && node.calls.every(isKnown);
+  }
+
+  /** One answer, or two at once where answers are compared: the path goes on with the first. */
   answer(parent, before) {
-    const node = this.node(parent, { role: "assistant", state: "streaming", model: this.state.model });
-    this.add(...before, node);
+    const askers = this.askers();
+    const pair = askers.length > 1 ? newId() : undefined;
+    const nodes = askers.map(({ model, preset }, at) => {
+      const node = this.node(parent, { role: "assistant", state: "streaming", model, preset, pair });
+      node.order += at;
+      return node;
+    });
+    this.add(...before, ...nodes.toReversed());
     const path = pathTo(this.state.chat.nodes, parent);
-    return this.stream(node, path, false);
+    return Promise.all(nodes.map((node, at) => this.stream(node, path, false, askers[at])));
+  }
+
+  askers() {
+    const { chat, model, compared } = this.state;
+    const own = { model, settings: chat.settings };
+    const [kind, ...rest] = compared.split(":");
+    const name = rest.join(":");
+    if (kind === "model" && name !== model && this.state.models.some((one) => one.id === name)) {
+      return [own, { ...own, model: name }];
+    }
+    const preset = kind === "preset" && presets()[name];
+    return preset ? [own, { model, preset: name, settings: preset }] : [own];
+  }
+
+  /** The answers that were made at once with this one, itself among them. */
+  pairOf(node) {
+    if (!node.pair) return [node];
+    return children(this.state.chat.nodes, node.parent).filter((one) => one.pair === node.pair);
+  }
+
+  /** The chat goes on with this one of compared answers. */
+  choose(node) {
+    const { chat } = this.state;
+    this.update(chat, { leaf: newestLeaf(chat.nodes, node.id) });
   }
 
   /** An answer that was cut off goes on where it ended. */
@@ -238,33 +343,34 @@ export class Chats {
     delete node.error;
     const path = pathTo(this.state.chat.nodes, node.id);
     this.update(this.state.chat, {}, [node]);
-    return this.stream(node, path, true);
+    return this.stream(node, path, true, { model: this.state.model, settings: this.state.chat.settings });
   }
 
-  async stream(node, path, goesOn) {
+  async stream(node, path, goesOn, { model, settings }) {
     const live = new Live(node, (kept) => this.keep({ nodes: [kept] }));
     this.lives.set(node.id, live);
     this.say("The model answers.");
     this.store.set({});
     try {
-      const { chat, model } = this.state;
-      await live.run(() => requestBody(path, chat.settings, model, goesOn));
+      const functions = this.serversOf(settings).flatMap((one) => one.tools);
+      await live.run(() => requestBody(path, settings, model, functions, goesOn));
     } finally {
       this.lives.delete(node.id);
       this.store.set({});
     }
     if (node.error) this.note(new ServerError(node.error.kind, node.error.message));
     this.say(node.error?.message ?? `Answer: ${node.content.slice(0, 2000)}`);
+    const isShown = this.state.chat.id === node.chat && !node.pair;
+    if (isShown && node.state === "done" && node.calls?.length && this.isAllowed(node)) await this.runCalls(node, {});
   }
 
-  /** The answer of the open chat that streams. */
-  get live() {
-    const { chat } = this.state;
-    return [...this.lives.values()].find((live) => live.node.chat === chat?.id);
+  /** The answers of a chat that stream, and the calls of tools that run. */
+  working(id = this.state.chat?.id) {
+    return [...this.lives.values(), ...this.runs.values()].filter(({ node }) => node.chat === id);
   }
 
-  stop() {
-    this.live?.stop();
+  stop(id) {
+    for (const one of this.working(id)) one.stop();
   }
 
   /** Shows another version of a message, and what came after it. */
@@ -273,6 +379,14 @@ export class Chats {
     const { at, ids } = branches(chat.nodes, node);
     const next = ids[at + step];
     if (next) this.update(chat, { leaf: newestLeaf(chat.nodes, next) });
+  }
+}
+
+async function resultOf({ server, name }, args, signal) {
+  try {
+    return await callTool(server, name, JSON.parse(args || "{}"), signal);
+  } catch (error) {
+    return `The call failed: ${error.message}`; // for the model, which may try something else
   }
 }
 

@@ -43,6 +43,21 @@ class Database {
     return resultOf(store.index("chat").getAll(chat));
   }
 
+  /** The chats with a message that has these words, in small letters. */
+  search(words) {
+    const request = this.connection.transaction("nodes").objectStore("nodes").openCursor();
+    const found = new Set();
+    return new Promise((resolve, reject) => {
+      request.onerror = () => reject(request.error);
+      request.onsuccess = () => {
+        const cursor = request.result;
+        if (!cursor) return resolve(found);
+        if (cursor.value.content.toLowerCase().includes(words)) found.add(cursor.value.chat);
+        return cursor.continue();
+      };
+    });
+  }
+
   /** Keeps a chat, messages, or both. */
   put({ chat, nodes = [] }) {
     return this.write((chats, store) => {
@@ -82,6 +97,11 @@ class Memory {
 
   async nodes(chat) {
     return [...this.kept.values()].filter((node) => node.chat === chat);
+  }
+
+  async search(words) {
+    const found = [...this.kept.values()].filter((node) => node.content.toLowerCase().includes(words));
+    return new Set(found.map((node) => node.chat));
   }
 
   async put({ chat, nodes = [] }) {

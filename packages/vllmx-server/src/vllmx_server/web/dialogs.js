@@ -42,7 +42,7 @@ const KEYS = [
   ["/", "to the message"],
   ["n", "new chat"],
   ["s", "settings"],
-  ["l", "the server now"],
+  ["l", "server status"],
   ["?", "this list"],
 ];
 

@@ -1,10 +1,10 @@
 // Markdown within a paragraph: emphasis, code, links. The result is data; nothing here makes HTML.
 //
-// A node is a string, {kind: "em" | "strong" | "del", children}, {kind: "code" | "math", text},
+// A node is a string, {kind: "em" | "strong" | "del", children}, {kind: "code" | "math", text, isBlock},
 // {kind: "link", href, children} or {kind: "br"}. The time is linear in the length of the text.
 
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
-const SPECIAL = /[\\`*_~[\]!<&h\n]/g;
+const SPECIAL = /[\\`*_~[\]!<&h$\n]/g;
 const DEEPEST = 24;
 const LONGEST_URL = 2000;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
@@ -64,6 +64,7 @@ class Inline {
       case "<": return this.angle();
       case "&": return this.entity();
       case "h": return this.bare();
+      case "$": return this.dollar();
       default: return false;
     }
   }
@@ -85,6 +86,7 @@ class Inline {
     const next = this.text[this.at + 1] ?? "";
     if (next === "\n") return this.put(this.at + 2, { kind: "br" });
     if (next === "(" || next === "[") return this.math(next === "(" ? "\\)" : "\\]");
+    if (next === ",") return false; // a thin space of LaTeX that stands outside of a formula
     if (!PUNCTUATION.test(next) || next === ")" || next === "]") return false;
     return this.put(this.at + 2, next);
   }
@@ -96,7 +98,22 @@ class Inline {
       this.at += 2;
       return true;
     }
-    return this.put(end + 2, { kind: "math", text: this.text.slice(this.at + 2, end) });
+    return this.put(end + 2, { kind: "math", text: this.text.slice(this.at + 2, end), isBlock: close !== "\\)" });
+  }
+
+  /** A formula between dollars. One dollar needs text right behind it and right before its end, and
+   * no digit after that, so that prices stay what they are. */
+  dollar() {
+    const { text, at } = this;
+    if (text[at + 1] === "$") return this.math("$$");
+    if (isSpace(text[at + 1] ?? " ") || this.missing.has("$")) return false;
+    for (let end = text.indexOf("$", at + 1); end >= 0; end = text.indexOf("$", end + 1)) {
+      if (text[end - 1] === "\\") continue;
+      if (isSpace(text[end - 1]) || /[0-9$]/.test(text[end + 1] ?? "")) return false;
+      return this.put(end + 1, { kind: "math", text: text.slice(at + 1, end) });
+    }
+    this.missing.add("$");
+    return false;
   }
 
   code() {

@@ -1,5 +1,6 @@
 // An answer while it streams: chunks become the text of a node, and views hear of it once a frame.
 import { ServerError, streamChat } from "./api.js";
+import { tokensOf } from "./tokens.js";
 
 const SAVE_MS = 700;
 
@@ -57,6 +58,7 @@ export class Live {
     if (reasoning) node.reasoning = (node.reasoning ?? "") + reasoning;
     if (delta.content) node.content += delta.content;
     for (const call of delta.tool_calls ?? []) this.takeCall(call);
+    if (choice.logprobs) (node.tokens ??= []).push(...tokensOf(choice.logprobs));
     if (choice.finish_reason) node.finish = choice.finish_reason;
     if (!node.stats?.first && (reasoning || delta.content || delta.tool_calls)) {
       node.stats = { ...node.stats, first: (performance.now() - this.began) / 1000 };

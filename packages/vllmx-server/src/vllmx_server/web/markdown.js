@@ -1,7 +1,7 @@
 // Markdown as it arrives: text in, blocks out, each line read once.
 //
 // A document is a list of groups: {kind: "para" | "heading" | "rule" | "list" | "quote" | "table" |
-// "code", pieces: [...]}. Groups and pieces that are closed never change, so views draw them once;
+// "code" | "math", pieces: [...]}. Groups and pieces that are closed never change, so views draw them once;
 // what may still change is the open piece, which is short whatever is sent: long paragraphs, items
 // and code are cut into several pieces of one group. Deep nesting is shown as text.
 import { highlight } from "./highlight.js";
@@ -18,6 +18,8 @@ const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const RULE = /^ {0,3}(?:\*[ \t]*){3,}$|^ {0,3}(?:-[ \t]*){3,}$|^ {0,3}(?:_[ \t]*){3,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,8})([-*+]|\d{1,9}[.)])(?:( {1,4})(.*))?$/;
+const MATH = /^ {0,3}(\$\$|\\\[)(.*)$/;
+const MATH_LINES = 60; // after which what was opened is text
 const UNDERLINE = /^ {0,3}(?:(=+)|(-+))[ \t]*$/;
 const DELIMITERS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
@@ -110,6 +112,8 @@ export class MarkdownDocument {
       this.open = { kind: "code", lines: [], size: 0, indent: fence[1].length, fence: fence[2], language, state: "", isFirst: true };
       return;
     }
+    const math = MATH.exec(line);
+    if (math && this.beginMath(math)) return;
     const heading = HEADING.exec(line);
     if (heading) {
       const text = (heading[2] ?? "").replace(/(?:^|[ \t])#+[ \t]*$/, "").trim();
@@ -133,6 +137,28 @@ export class MarkdownDocument {
       }
     }
     this.open = { kind: "para", lines: [line], size: line.length };
+  }
+
+  /** Whether a formula of its own begins with a line. One that ends in it may have text behind it. */
+  beginMath([, mark, rest]) {
+    const close = mark === "$$" ? "$$" : "\\]";
+    const end = rest.indexOf(close);
+    if (end >= 0 && rest.slice(end + 2).trim()) return false;
+    if (end >= 0) this.groups.push({ kind: "math", text: rest.slice(0, end) });
+    else this.open = { kind: "math", lines: [rest], size: rest.length, mark, end: close };
+    return true;
+  }
+
+  math(open, line) {
+    const end = line.indexOf(open.end);
+    if (end < 0 && (isBlank(line) || open.lines.length >= MATH_LINES || open.size > LONGEST)) return false;
+    this.push(open, end < 0 ? line : line.slice(0, end));
+    if (end < 0) return true;
+    this.open = null;
+    this.groups.push({ kind: "math", text: open.lines.join("\n") });
+    const rest = line.slice(end + 2);
+    if (!isBlank(rest)) this.open = { kind: "para", lines: [rest], size: rest.length };
+    return true;
   }
 
   para(open, line) {
@@ -262,7 +288,9 @@ export class MarkdownDocument {
 
   finish(open) {
     const { kind, lines } = open;
-    if (kind === "para") {
+    if (kind === "math") {
+      this.groups.push({ kind: "para", text: open.mark + lines.join("\n") });
+    } else if (kind === "para") {
       this.groups.push({ kind, text: lines.map((line) => line.trim()).join("\n") });
     } else if (kind === "code") {
       if (open.isFirst) this.groups.push({ kind, language: open.language, pieces: [] });
@@ -294,7 +322,7 @@ export class MarkdownDocument {
 
   /** Whether a line begins something else within a paragraph. */
   interrupts(line) {
-    if (FENCE.test(line) || HEADING.test(line) || RULE.test(line)) return true;
+    if (FENCE.test(line) || HEADING.test(line) || RULE.test(line) || MATH.test(line)) return true;
     if (this.depth >= DEEPEST) return false;
     const item = ITEM.exec(line);
     return QUOTE.test(line) || Boolean(item?.[4] && (item[2].length === 1 || parseInt(item[2], 10) === 1));

@@ -1,4 +1,5 @@
 // Blocks of markdown as elements. Text stays text all the way: nothing is ever parsed as HTML.
+import { Formula } from "./formula.js";
 import { inline } from "./inline.js";
 import { CopyButton, Still, html } from "./ui.js";
 
@@ -9,13 +10,14 @@ export function Groups({ groups }) {
 
 function groupView(group) {
   switch (group.kind) {
-    case "heading": return html`<${`h${Math.min(6, group.level + 2)}`}>${spans(group.text)}<//>`;
+    case "heading": return html`<${`h${Math.min(6, group.level + 1)}`} dir="auto">${spans(group.text)}<//>`;
     case "rule": return html`<hr />`;
     case "quote": return html`<blockquote>${stills(group.pieces, pieceView)}</blockquote>`;
     case "list": return listView(group);
     case "table": return tableView(group);
     case "code": return codeView(group);
-    default: return html`<p>${spans(group.text)}</p>`;
+    case "math": return html`<${Formula} text=${group.text} isBlock />`;
+    default: return html`<p dir="auto">${spans(group.text)}</p>`;
   }
 }
 
@@ -34,7 +36,7 @@ function listView(group) {
 
 function itemView(piece) {
   const isTask = piece.done !== undefined;
-  return html`<li class=${piece.isMore ? "more" : isTask ? "task" : undefined}>
+  return html`<li dir="auto" class=${piece.isMore ? "more" : isTask ? "task" : undefined}>
     ${isTask && html`<input type="checkbox" checked=${piece.done} disabled aria-label=${piece.done ? "Done" : "Not done"} />`}
     <${Groups} groups=${piece.groups} />
   </li>`;
@@ -73,7 +75,7 @@ function nodeView(node) {
   if (typeof node === "string") return node;
   switch (node.kind) {
     case "code": return html`<code>${node.text}</code>`;
-    case "math": return html`<span class="math">${node.text}</span>`;
+    case "math": return html`<${Formula} text=${node.text} isBlock=${node.isBlock} />`;
     case "br": return html`<br />`;
     case "link":
       return html`<a href=${node.href} title=${node.href} target="_blank" rel="noopener noreferrer nofollow">${node.children.map(nodeView)}</a>`;

@@ -1,6 +1,7 @@
 // One message: what a user asked, an answer with its thoughts and calls, or a tool's result.
 import { MarkdownDocument } from "./markdown.js";
 import { Groups } from "./markdown_view.js";
+import { Tokens } from "./tokens.js";
 import { branches } from "./tree.js";
 import { CopyButton, Icon, IconButton, html, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
@@ -22,7 +23,9 @@ export function Message({ node, chats, isLast }) {
 function Asked({ node }) {
   return html`<div class="bubble">
     ${node.images?.map((url, at) => html`<img src=${url} alt=${`Image ${at + 1}`} />`)}
-    ${node.content && html`<p class="verbatim">${node.content}</p>`}
+    ${node.audio?.map(({ name, url }) => html`<audio controls src=${url} aria-label=${name} />`)}
+    ${node.files?.map((file) => html`<details class="attached"><summary><${Icon} name="file" /> ${file.name}</summary><pre tabindex="0">${file.text}</pre></details>`)}
+    ${node.content && html`<p class="verbatim" dir="auto">${node.content}</p>`}
   </div>`;
 }
 
@@ -34,7 +37,7 @@ function Edit({ node, chats, done }) {
   }, []);
   const send = () => {
     const text = field.current.value.trim();
-    if (!text && !node.images?.length) return;
+    if (!text && !node.images?.length && !node.files?.length && !node.audio?.length) return;
     done();
     chats.edit(node, text);
   };
@@ -73,6 +76,7 @@ function Answer({ node, chats, isLast }) {
     ${isEmpty && html`<span class="working" role="img" aria-label="Waiting for the answer"></span>`}
     ${node.content && html`<${Prose} text=${node.content} isDone=${!isStreaming} />`}
     ${node.calls?.length > 0 && html`<${Calls} node=${node} chats=${chats} isOpen=${isLast && !isStreaming} />`}
+    ${!isStreaming && node.tokens?.length > 0 && html`<${Tokens} tokens=${node.tokens} />`}
     ${!isStreaming && html`<${Ending} node=${node} chats=${chats} isLast=${isLast} />`}
   </div>`;
 }
@@ -100,21 +104,30 @@ function Prose({ text, isDone }) {
   return html`<div class=${isDone && !isBehind ? "prose" : "prose grows"}><${Groups} groups=${state.groups} /></div>`;
 }
 
+/** Calls of tools: those of MCP servers run here once the user agrees, the others' results are typed. */
 function Calls({ node, chats, isOpen }) {
   const form = useRef();
+  const run = chats.runs.get(node.id);
+  const isRunnable = isOpen && node.calls.some((one) => chats.toolOf(one.name));
+  const results = () => Object.fromEntries(new FormData(form.current));
   const send = (event) => {
     event.preventDefault();
-    chats.sendResults(node, Object.fromEntries(new FormData(form.current)));
+    chats.sendResults(node, results());
   };
   return html`<form class="calls" ref=${form} onSubmit=${send}>
     ${node.calls.map((one) => html`<details class="call" key=${one.id} open=${isOpen}>
       <summary><span class="tag">call</span> <code>${one.name}</code></summary>
       <pre tabindex="0"><code>${indented(one.arguments)}</code></pre>
       ${isOpen && html`<label>Result of ${one.name}
-        <textarea name=${one.id} rows="2" placeholder="What the tool would answer"></textarea>
+        <textarea name=${one.id} rows="2" placeholder=${chats.toolOf(one.name) ? "Filled in by Run" : "What the tool would answer"}></textarea>
       </label>`}
     </details>`)}
-    ${isOpen && html`<div class="row end"><button class="primary">Send the results</button></div>`}
+    ${isOpen && html`<div class="row end">
+      ${run && html`<span class="working">Calling</span><button type="button" class="quiet" onClick=${run.stop}>Cancel</button>`}
+      ${!run && isRunnable && html`<button type="button" class="quiet" onClick=${() => (chats.allow(node), chats.runCalls(node, results()))}>Always run in this chat</button>
+        <button type="button" class="primary" onClick=${() => chats.runCalls(node, results())}>Run</button>`}
+      ${!run && html`<button class=${isRunnable ? "quiet" : "primary"}>Send the results</button>`}
+    </div>`}
   </form>`;
 }
 
@@ -143,7 +156,7 @@ function Ending({ node, chats, isLast }) {
   return html`<div class=${node.error ? "ending failed" : "ending"}>
     <span>${words}</span>
     ${isLast && html`<span class="row">
-      ${mayGoOn && html`<button type="button" class="quiet" onClick=${() => chats.goOn(node)}><${Icon} name="goOn" />Go on</button>`}
+      ${mayGoOn && html`<button type="button" class="quiet" onClick=${() => chats.goOn(node)}><${Icon} name="goOn" />Continue</button>`}
       ${node.state !== "stopped" && html`<button type="button" class="quiet" onClick=${() => chats.regenerate(node)}><${Icon} name="again" />Try again</button>`}
     </span>`}
   </div>`;
@@ -154,7 +167,7 @@ function endingOf(node) {
   if (node.error) return node.error.message;
   if (node.state === "stopped") return "Stopped.";
   if (node.state === "interrupted") return "The page was left before the answer was complete.";
-  if (node.finish === "length") return "The answer reached its greatest length.";
+  if (node.finish === "length") return "The answer reached Max tokens or the end of the context.";
   return "";
 }
 
@@ -170,22 +183,22 @@ function Actions({ node, chats, isLast, edit }) {
     </span>`}
     <${CopyButton} text=${() => node.content} label="Copy the message" />
     ${isUser && html`<${IconButton} icon="edit" label="Edit" onClick=${edit} />`}
-    ${!isUser && html`<${IconButton} icon="again" label="Answer again" onClick=${() => chats.regenerate(node)} />`}
+    ${!isUser && html`<${IconButton} icon="again" label="Regenerate" onClick=${() => chats.regenerate(node)} />`}
     ${!isUser && html`<span class="figures">${figures(node)}</span>`}
   </div>`;
 }
 
 /** What an answer took, in a few words. */
-function figures({ stats, model }) {
+function figures({ stats, model, preset }) {
   const words = [];
   if (stats?.tokens) {
     words.push(`${stats.tokens.toLocaleString("en")} tokens`);
     const decode = stats.seconds - (stats.first ?? 0);
-    if (stats.tokens > 1 && decode > 0) words.push(`${Math.round((stats.tokens - 1) / decode).toLocaleString("en")} a second`);
+    if (stats.tokens > 1 && decode > 0) words.push(`${Math.round((stats.tokens - 1) / decode).toLocaleString("en")} tokens/s`);
     if (stats.first !== undefined) words.push(`first after ${seconds(stats.first)}`);
     if (stats.cached) words.push(`${Math.round((100 * stats.cached) / stats.prompt)} % of the prompt cached`);
   }
-  if (model) words.push(model);
+  words.push(...[model, preset].filter(Boolean));
   return words.join(" · ");
 }
 

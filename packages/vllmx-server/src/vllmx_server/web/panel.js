@@ -9,10 +9,11 @@ const SAMPLES = 60;
 const PLOTS = [
   ["Running", "", (now) => now.num_requests_running],
   ["Waiting", "", (now) => now.num_requests_waiting],
-  ["Tokens a second", "", (now, old, seconds) => (now.generation_tokens_total - old.generation_tokens_total) / seconds],
+  ["Tokens per second", "", (now, old, seconds) => (now.generation_tokens_total - old.generation_tokens_total) / seconds],
   ["Time to first token", "s", (now, old) => mean(now, old, "time_to_first_token_seconds")],
+  ["Draft tokens accepted", "%", (now, old) => share(now, old, "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")],
   ["KV cache in use", "%", (now) => 100 * now.kv_cache_usage_perc],
-  ["Prompt found in the cache", "%", (now, old) => share(now, old, "prefix_cache_hits_total", "prefix_cache_queries_total")],
+  ["Prefix cache hits", "%", (now, old) => share(now, old, "prefix_cache_hits_total", "prefix_cache_queries_total")],
 ];
 
 function mean(now, old, name) {
@@ -61,8 +62,8 @@ export function Panel({ chats, close }) {
     const timer = setInterval(look, EVERY_MS);
     return () => clearInterval(timer);
   }, []);
-  return html`<aside class="drawer" aria-label="The server now">
-    <div class="head"><h2>The server now</h2><${IconButton} icon="close" label="Close the panel" onClick=${close} /></div>
+  return html`<aside class="drawer" aria-label="Server status">
+    <div class="head"><h2>Server status</h2><${IconButton} icon="close" label="Close the panel" onClick=${close} /></div>
     ${trouble && html`<p class="hint">${trouble}</p>`}
     <dl class="plots">${PLOTS.map(([title, unit], n) => html`<${Plot} key=${title} title=${title} unit=${unit} values=${rows[n]} />`)}</dl>
     <p class="hint">Every two seconds, the last two minutes.</p>

@@ -1,25 +1,33 @@
 // The drawer of settings: system prompt, sampling, form of the answer, tools, key, and all chats in a file.
 import { key } from "./api.js";
-import { NUMBERS, jsonTrouble } from "./settings.js";
-import { IconButton, html, useRef, useState } from "./ui.js";
+import { NUMBERS, jsonTrouble, keepPreset, lines, presets } from "./settings.js";
+import { saveFile } from "./transfer.js";
+import { IconButton, html, useEffect, useRef, useState } from "./ui.js";
 
 export function SettingsDrawer({ chats, state, close }) {
   const { settings, id } = state.chat;
   const set = (name) => (event) => chats.setSettings({ [name]: event.target.value });
-  return html`<aside class="drawer" aria-label="Settings" key=${id}>
+  useEffect(() => void chats.look(), []);
+  return html`<aside class="drawer" aria-label="Settings" key=${`${id} ${state.chat.preset ?? 0}`}>
     <div class="head"><h2>Settings</h2><${IconButton} icon="close" label="Close the settings" onClick=${close} /></div>
-    <label>System prompt<textarea rows="4" value=${settings.system ?? ""} onInput=${set("system")} placeholder="What the model is told before everything else" /></label>
+    <${Presets} chats=${chats} settings=${settings} />
+    <label>System prompt<textarea rows="4" value=${settings.system ?? ""} onInput=${set("system")} placeholder="Instructions before the conversation" /></label>
     <label>Thinking<select value=${settings.thinking ?? ""} onChange=${set("thinking")}>
-      <option value="">as the model does</option><option value="on">on</option><option value="off">off</option>
+      <option value="">model default</option><option value="on">on</option><option value="off">off</option>
     </select></label>
     <div class="numbers">${NUMBERS.map((field) => html`<${NumberField} key=${field[0]} field=${field} chats=${chats} settings=${settings} />`)}</div>
-    <label>Stop at<textarea rows="2" value=${settings.stop ?? ""} onInput=${set("stop")} placeholder="One text a line" /></label>
+    <label>Token probabilities<select value=${settings.logprobs ?? ""} onChange=${set("logprobs")}>
+      <option value="">off</option><option value="on">on</option>
+    </select></label>
+    <${Compared} chats=${chats} state=${state} />
+    <label>Stop sequences<textarea rows="2" value=${settings.stop ?? ""} onInput=${set("stop")} placeholder="One a line" /></label>
     <${JsonField} name="schema" title="JSON schema of the answer" chats=${chats} settings=${settings}
       placeholder=${'{"type": "object", …}'} isArray=${false} />
     <${JsonField} name="tools" title="Tools" chats=${chats} settings=${settings}
       placeholder=${'[{"name": "weather", "parameters": {…}}]'} isArray=${true} />
-    <p class="hint">An empty field is the model's own choice. Schema and tools are of this chat alone.</p>
-    <h3>Key</h3>
+    ${state.servers.length > 0 && html`<${ToolServers} chats=${chats} state=${state} />`}
+    <p class="hint">Empty fields use the model's defaults. Schema and tools belong to this chat.</p>
+    <h3>API key</h3>
     <div class="row">
       <button type="button" class="quiet" onClick=${() => chats.store.set({ needsKey: true, keyTrouble: "" })}>${key.value ? "Change the key" : "Enter a key"}</button>
       ${key.value && html`<button type="button" class="quiet" onClick=${() => (key.forget(), chats.connect())}>Forget it</button>`}
@@ -27,6 +35,63 @@ export function SettingsDrawer({ chats, state, close }) {
     <h3>Chats</h3>
     <${Transfer} chats=${chats} state=${state} />
   </aside>`;
+}
+
+/** The MCP servers whose tools the model may call in this chat. */
+function ToolServers({ chats, state }) {
+  const used = lines(state.chat.settings.servers);
+  const turn = (name, isUsed) => {
+    const rest = used.filter((one) => one !== name);
+    chats.setSettings({ servers: (isUsed ? [...rest, name] : rest).join("\n"), allowed: "" });
+  };
+  return html`<fieldset><legend>MCP servers</legend>
+    ${state.servers.map(({ server_label: name, tools, error }) => html`<label class="check" key=${name} title=${error ?? tools.map((tool) => tool.function.description || tool.function.name).join("\n")}>
+      <input type="checkbox" checked=${used.includes(name)} onChange=${(event) => turn(name, event.target.checked)} />
+      ${name} <span class="hint">${error ?? `${tools.length} ${tools.length === 1 ? "tool" : "tools"}`}</span>
+    </label>`)}
+  </fieldset>`;
+}
+
+/** System prompts and sampling under names of the user's. */
+function Presets({ chats, settings }) {
+  const [all, setAll] = useState(presets);
+  const [chosen, choose] = useState("");
+  const pick = (event) => {
+    choose(event.target.value);
+    const found = all[event.target.value];
+    if (found) chats.replaceSettings(found);
+  };
+  const save = () => {
+    const name = prompt("Name of the preset", chosen)?.trim().slice(0, 60);
+    if (!name) return;
+    keepPreset(name, settings);
+    setAll(presets());
+    choose(name);
+  };
+  const remove = () => {
+    keepPreset(chosen, null);
+    setAll(presets());
+    choose("");
+  };
+  return html`<label>Preset<select value=${chosen} onChange=${pick}>
+      <option value="">none</option>
+      ${Object.keys(all).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
+    </select></label>
+    <div class="row presets">
+      <button type="button" class="quiet" onClick=${save}>Save as preset</button>
+      ${chosen && html`<button type="button" class="quiet" onClick=${remove}>Delete preset</button>`}
+    </div>`;
+}
+
+/** Another model, or the settings of a preset, whose answer is shown beside. */
+function Compared({ chats, state }) {
+  const option = (kind, name) => html`<option key=${`${kind}:${name}`} value=${`${kind}:${name}`}>${name}</option>`;
+  const others = state.models.filter((model) => model.id !== state.model);
+  return html`<label>Compare with<select value=${state.compared} onChange=${(event) => chats.store.set({ compared: event.target.value })}>
+    <option value="">nothing</option>
+    ${others.length > 0 && html`<optgroup label="Models">${others.map((model) => option("model", model.id))}</optgroup>`}
+    <optgroup label="Presets">${Object.keys(presets()).map((name) => option("preset", name))}</optgroup>
+  </select></label>`;
 }
 
 function NumberField({ field, chats, settings }) {
@@ -64,18 +129,9 @@ function Transfer({ chats, state }) {
     }
   };
   return html`<div class="row">
-      <button type="button" class="quiet" disabled=${!state.list.length} onClick=${async () => save(await chats.exportAll())}>Export all</button>
+      <button type="button" class="quiet" disabled=${!state.list.length} onClick=${async () => saveFile(await chats.exportAll(), `vllmx-chats-${new Date().toISOString().slice(0, 10)}.json`, "application/json")}>Export all</button>
       <button type="button" class="quiet" onClick=${() => picker.current.click()}>Import</button>
       <input ref=${picker} type="file" class="hidden" tabindex="-1" aria-label="File of chats" accept="application/json,.json" onChange=${take} />
     </div>
     ${news && html`<p class="hint" role="status">${news}</p>`}`;
-}
-
-function save(text) {
-  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = `vllmx-chats-${new Date().toISOString().slice(0, 10)}.json`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

@@ -1,11 +1,13 @@
 // Chats as a file, and back: what comes from a file is checked field by field and gets new ids.
-import { settingsOf } from "./settings.js";
+import { settingsOf, withFiles } from "./settings.js";
 import { newId } from "./ui.js";
 
 const FORMAT = "vllmx-chats";
 const VERSION = 1;
 const STATES = ["done", "stopped", "interrupted", "failed"];
 const IMAGE = /^data:image\/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
+
+const AUDIO = /^data:audio\/wav;base64,[A-Za-z0-9+/]+=*$/;
 
 /** `chats`: [{chat, nodes}]. */
 export function toFile(chats) {
@@ -27,6 +29,27 @@ export function fromFile(text) {
   return file.chats.map(readChat);
 }
 
+/** Offers a text as a file to keep. */
+export function saveFile(text, name, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** The messages of a path as Markdown. */
+export function toMarkdown(title, path) {
+  const parts = path.map((node) => {
+    if (node.role === "user") return `## You\n\n${withFiles(node)}`;
+    if (node.role === "tool") return `## Result of ${node.name}\n\n${node.content}`;
+    const calls = (node.calls ?? []).map((call) => `Calls \`${call.name}\` with \`${call.arguments}\``);
+    return [`## ${node.model || "Answer"}`, node.content, ...calls].filter(Boolean).join("\n\n");
+  });
+  return `# ${title}\n\n${parts.join("\n\n")}\n`;
+}
+
 function readChat(record) {
   const { chat, nodes } = record ?? {};
   if (typeof chat?.title !== "string" || !Array.isArray(nodes) || !nodes.length) {
@@ -38,6 +61,7 @@ function readChat(record) {
   const kept = nodes.map((node) => readNode(node, id, ids));
   breakCircles(kept);
   const settings = settingsOf(chat.settings);
+  delete settings.allowed; // only this browser's user may agree to calls
   const leaf = ids.get(chat.leaf) ?? kept.at(-1).id;
   const time = (value) => (Number.isFinite(value) ? value : Date.now());
   const { created, updated } = chat;
@@ -58,6 +82,14 @@ function readNode(node, chat, ids) {
   }
   if (node.role === "assistant") found.state = STATES.includes(node.state) ? node.state : "interrupted";
   if (Array.isArray(node.images)) found.images = node.images.filter((url) => IMAGE.test(url));
+  if (Array.isArray(node.audio)) {
+    const isAudio = (one) => typeof one?.name === "string" && AUDIO.test(one.url);
+    found.audio = node.audio.filter(isAudio).map(({ name, url }) => ({ name, url }));
+  }
+  if (Array.isArray(node.files)) {
+    const isText = (file) => typeof file?.name === "string" && typeof file.text === "string";
+    found.files = node.files.filter(isText).map(({ name, text }) => ({ name, text }));
+  }
   found.stats = statsOf(node.stats);
   if (typeof node.error?.message === "string") found.error = { kind: "failed", message: node.error.message };
   if (Array.isArray(node.calls)) {

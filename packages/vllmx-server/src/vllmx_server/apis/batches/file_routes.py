@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import BinaryIO
+
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.batches.answers import FileList, FileObject
-from vllmx_server.apis.batches.files import StoredFile
+from vllmx_server.apis.batches.files import Files, StoredFile
 from vllmx_server.apis.batches.runner import kept_of
-from vllmx_server.apis.batches.upload import uploaded
+from vllmx_server.config import ServerConfig
+from vllmx_server.errors import BodyTooLargeError
 from vllmx_server.generating.api import keyed
 from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.hosts import check_origin
+from vllmx_server.http.multipart import Multipart, body_size, receive
 from vllmx_server.http.operation import AFTER, BODY, LIMIT, ORDER, Form, Media, Query
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
 
@@ -156,3 +163,50 @@ ROUTES = (
         statuses=(404,),
     ),
 )
+
+
+class Upload(Multipart):
+    """A body whose file is written to `path`."""
+
+    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
+        super().__init__(content_type, max_bytes)
+        self.path = path
+
+    def open_file(self) -> BinaryIO:
+        return self.path.open("xb")
+
+    def too_large(self) -> BodyTooLargeError:
+        return too_large(self._max_bytes)
+
+    def close(self) -> None:
+        """Deletes the file, unless it was moved."""
+        if self._content is not None:
+            self._content.close()
+        self.path.unlink(missing_ok=True)
+
+
+def too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the file is larger than {limit} bytes: split it, or raise --max-file-bytes"
+    )
+
+
+@contextlib.asynccontextmanager
+async def uploaded(
+    request: Request, config: ServerConfig, files: Files, owner: str
+) -> AsyncIterator[Upload]:
+    """The parts of a request's body; the file is deleted at the end, unless it was moved. Raises
+    InvalidRequestError, MediaTypeError, BodyTooLargeError, BodyTimeoutError, StorageFullError,
+    StorageError."""
+    limit = config.max_file_bytes
+    if (size := body_size(request, limit)) is None:
+        raise too_large(limit)
+    path = await files.on_thread(files.new_path)
+    upload = Upload(request.headers.get("content-type", ""), path, limit)
+    await files.take(owner, size)
+    try:
+        await receive(request, upload, limit, config.body_timeout_s, files.on_thread)
+        yield upload
+    finally:
+        files.give_back(owner, size)
+        await files.on_thread(upload.close)

@@ -61,7 +61,12 @@ class ChatAnswer(Answer):
         self._readers = generation.readers
         self._readings = self._new_readings() if body.stream else []
         self._chunks = Chunks(
-            "chat.completion.chunk", self._id, self._created, served, body.stream_options
+            "chat.completion.chunk",
+            self._id,
+            self._created,
+            served,
+            body.stream_options,
+            body.model,
         )
         count = (body.n or 1) if body.stream else 0
         self._plain = [PlainChunks(self._chunks, index) for index in range(count)]
@@ -78,7 +83,7 @@ class ChatAnswer(Answer):
             ChatCompletion(
                 id=self._id,
                 created=self._created,
-                model=self._state.llm.config.name,
+                model=self._state.called(self._body.model),
                 choices=lazily(map(self._choice, final.outputs, read or repeat(None))),
                 system_fingerprint=self._state.fingerprint,
                 usage=self._generation.usage.shown(),

@@ -15,7 +15,6 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.request_limits import check_rules
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_engine.client.request_stream import RequestStream
-from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
@@ -29,7 +28,7 @@ from vllmx_server.apis.completions.schema import (
 from vllmx_server.generating.answers import TextLogprobs
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chunks import Chunks
-from vllmx_server.generating.fields import field_error
+from vllmx_server.generating.filling import filled
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
@@ -56,24 +55,10 @@ async def completions(request: Request) -> HeldResponse:
 def _asked(served: Served, body: CompletionRequest) -> Asked:
     prompts = body.prompts()
     if body.suffix:
-        prompts = _filled(served, prompts, body.suffix)
+        prompts = filled(served, prompts, body.suffix)
     asked = Asked(prompts, _params(served, body))
     check_rules(asked.params, len(asked.prompts))
     return asked
-
-
-def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
-    """Prompts for the text between each of these and the suffix. Raises InvalidRequestError."""
-    marks = fim_marks(served.llm.tokenizer)
-    if marks is None:
-        raise field_error(
-            "suffix",
-            f"is not served: model {served.llm.config.name!r} has no tokens for filling into"
-            " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
-        )
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise field_error("suffix", "needs prompts that are texts, not token ids")
-    return [marks.prompt(str(prompt), suffix) for prompt in prompts]
 
 
 async def _submit(
@@ -87,6 +72,7 @@ async def _submit(
         options=caller_of(request, body),
         add_special_tokens=body.add_special_tokens is not False,
         fit_max_tokens=not isinstance(body.max_tokens, int),
+        beams=body.beams(asked.params),
     )
 
 
@@ -124,7 +110,7 @@ class CompletionAnswer(Answer):
         self._echoes: list[Echo] = []
         """The echo of each prompt, if `echo` asks for it."""
         self._chunks = Chunks(
-            "text_completion", self._id, self._created, served, body.stream_options
+            "text_completion", self._id, self._created, served, body.stream_options, body.model
         )
         self._begin = b'%b{"index":0,"text":' % self._chunks.head
         self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
@@ -140,7 +126,7 @@ class CompletionAnswer(Answer):
             TextCompletion(
                 id=self._id,
                 created=self._created,
-                model=self._state.llm.config.name,
+                model=self._state.called(self._body.model),
                 choices=lazily(
                     self._choice(index, final, choice)
                     for index, final in enumerate(finals)

@@ -152,7 +152,7 @@ class MessagesAnswer(Answer):
     def _message(self, content: list[ContentBlock], stop: Stop, *, done: bool) -> Message:
         return Message(
             id=self._id,
-            model=self._state.llm.config.name,
+            model=self._state.called(self._body.model),
             content=content,
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,

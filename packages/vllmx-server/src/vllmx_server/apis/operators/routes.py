@@ -1,14 +1,18 @@
-"""Control of a running server: /v1/models/load and /unload, /sleep, /wake, /reset_prefix_cache,
-/shutdown. All of them require a key of --admin-key."""
+"""Control of a running server: /v1/models/load and /unload, /sleep, /wake_up, /pause, /resume,
+/update_weights, /reset_prefix_cache, /replicas, /shutdown.
+
+All of them require a key of --admin-key."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import shown
+from vllmx_engine.async_core import PauseMode
+from vllmx_engine.replicas.seats import ReplicaState
 
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.fields import field_error
@@ -39,6 +43,38 @@ class PrefixCachesReset(Record, kw_only=True):
     """True for each model whose cache was reset; false where requests run."""
 
 
+class Sleeping(Record, kw_only=True):
+    is_sleeping: bool
+
+
+class Paused(Record, kw_only=True):
+    is_paused: bool
+
+
+class NumberedReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of /replicas/drain and /replicas/add."""
+
+    replica: int
+
+
+class Replicas(Record, kw_only=True):
+    replicas: list[ReplicaState]
+
+
+class NewWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of /update_weights."""
+
+    path: str
+    """A folder or file on the server's machine."""
+
+
+class WeightsUpdated(Record, kw_only=True):
+    model: str
+    path: str
+
+
+_WEIGHTS = msgspec.json.Decoder(NewWeights)
+_NUMBERED = msgspec.json.Decoder(NumberedReplica)
 _NAMED = msgspec.json.Decoder(NamedModel)
 
 
@@ -66,6 +102,9 @@ async def unload(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     """Ends the core of the first model, which frees its memory, until it is woken."""
     served = served_of(request)
+    level = request.query_params.get("level", "1")
+    if level not in ("1", "2"):
+        raise field_error("level", f"it is 1 or 2, which do the same here, got {shown(level)}")
     await served.processes.sleep()
     return answer(ModelState(model=served.llm.config.name, state="unloaded"))
 
@@ -77,12 +116,76 @@ async def wake(request: Request) -> Response:
     return answer(ModelState(model=served.llm.config.name, state="loaded"))
 
 
+async def is_sleeping(request: Request) -> Response:
+    """Tells whether the first model sleeps."""
+    return answer(Sleeping(is_sleeping=served_of(request).llm.is_asleep))
+
+
+async def pause(request: Request) -> Response:
+    """Stops the steps of the first model's core; answered when none is under way."""
+    llm = served_of(request).llm
+    mode = request.query_params.get("mode", "abort")
+    if mode not in ("abort", "wait", "keep"):
+        raise field_error("mode", f"it is abort, wait or keep, got {shown(mode)}")
+    await llm.pause(cast(PauseMode, mode))
+    if request.query_params.get("clear_cache", "true") != "false" and mode != "keep":
+        await llm.reset_prefix_cache()
+    return answer(Paused(is_paused=True))
+
+
+async def is_paused(request: Request) -> Response:
+    """Tells whether the first model's core is paused."""
+    return answer(Paused(is_paused=await served_of(request).llm.is_paused()))
+
+
+async def resume(request: Request) -> Response:
+    """Goes on with the steps of the first model's core."""
+    await served_of(request).llm.resume()
+    return answer(Paused(is_paused=False))
+
+
+async def update_weights(request: Request) -> Response:
+    """Loads other weights into the first model; answered when it serves them."""
+    served = served_of(request)
+    with served.bodies.hold(client_of(request)) as held:
+        data = await read_body(request, served.config, held)
+    path = decode(data, _WEIGHTS).path
+    await served.llm.update_weights(path)
+    return answer(WeightsUpdated(model=served.llm.config.name, path=path))
+
+
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets the cached prefixes of all models that are loaded; false where requests run."""
     served = served_of(request)
     states = [served] if served.models is None else await served.models.loaded()
     done = {each.llm.config.name: await each.llm.reset_prefix_cache() for each in states}
     return answer(PrefixCachesReset(reset=done))
+
+
+async def replicas(request: Request) -> Response:
+    """Lists the replicas of the first model and what they do."""
+    return answer(Replicas(replicas=served_of(request).llm.replicas))
+
+
+async def drain_replica(request: Request) -> Response:
+    """Ends a replica; its requests end there or, after --drain-timeout-s, go on elsewhere."""
+    served, number = await _numbered(request)
+    await served.processes.drain_replica(number, served.config.drain_timeout_s)
+    return answer(Replicas(replicas=served.llm.replicas))
+
+
+async def add_replica(request: Request) -> Response:
+    """Starts a drained replica again; answered when it serves."""
+    served, number = await _numbered(request)
+    await served.processes.add_replica(number)
+    return answer(Replicas(replicas=served.llm.replicas))
+
+
+async def _numbered(request: Request) -> tuple[Served, int]:
+    served = served_of(request)
+    with served.bodies.hold(client_of(request)) as held:
+        data = await read_body(request, served.config, held)
+    return served, decode(data, _NUMBERED).replica
 
 
 async def shutdown(request: Request) -> Response:
@@ -106,11 +209,26 @@ _TEXT = "For holders of a key of `--admin-key`, or of one with `admin` in the fi
 
 
 def _route(path: str, endpoint: Endpoint, answer: Any) -> Route:
-    return Route("POST", path, endpoint, Operation(STATUS, answer, text=_TEXT), Right.OPERATORS)
+    return Route("POST", path, endpoint, _status(answer), Right.OPERATORS)
+
+
+def _status(answer: Any) -> Operation:
+    return Operation(STATUS, answer, text=_TEXT)
 
 
 _NAMED_MODEL = Operation(
     STATUS, ModelState, NamedModel, _TEXT, statuses=(*BODY, 404), example={"model": "demo"}
+)
+_NUMBERED_REPLICA = Operation(
+    STATUS, Replicas, NumberedReplica, _TEXT, statuses=BODY, example={"replica": 0}
+)
+_NEW_WEIGHTS = Operation(
+    STATUS,
+    WeightsUpdated,
+    NewWeights,
+    _TEXT,
+    statuses=(*BODY, 404),
+    example={"path": "checkpoints/step-1000"},
 )
 
 
@@ -120,6 +238,15 @@ class OperatorsApi(Api):
         Route("POST", "/v1/models/unload", unload, _NAMED_MODEL, Right.OPERATORS),
         _route("/sleep", sleep, ModelState),
         _route("/wake", wake, ModelState),
+        _route("/wake_up", wake, ModelState),
+        Route("GET", "/is_sleeping", is_sleeping, _status(Sleeping), Right.OPERATORS),
+        _route("/pause", pause, Paused),
+        _route("/resume", resume, Paused),
+        Route("GET", "/is_paused", is_paused, _status(Paused), Right.OPERATORS),
+        Route("POST", "/update_weights", update_weights, _NEW_WEIGHTS, Right.OPERATORS),
         _route("/reset_prefix_cache", reset_prefix_cache, PrefixCachesReset),
+        Route("GET", "/replicas", replicas, _status(Replicas), Right.OPERATORS),
+        Route("POST", "/replicas/drain", drain_replica, _NUMBERED_REPLICA, Right.OPERATORS),
+        Route("POST", "/replicas/add", add_replica, _NUMBERED_REPLICA, Right.OPERATORS),
         _route("/shutdown", shutdown, Health),
     )

@@ -34,8 +34,8 @@ class EmbeddingList(PoolingList, kw_only=True):
 class PooledRow(Record, kw_only=True):
     object: Literal["pooling"] = "pooling"
     index: int
-    data: list[float] | str
-    """A vector, or the probabilities of the classes."""
+    data: list[float | list[float]] | str
+    """A vector, a vector for each token, or the probabilities of the classes."""
 
 
 class PooledList(PoolingList, kw_only=True):

@@ -3,17 +3,14 @@ model that makes vectors or scores instead of text."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from vllmx_engine.client.pooling import PoolingText, first_tokens
+from starlette.responses import Response
 
 from vllmx_server.apis.pooling.answers import (
     Classified,
@@ -41,8 +38,6 @@ from vllmx_server.apis.pooling.schema import (
     ClassifyRequest,
     EmbeddingsRequest,
     EmbedRequest,
-    InputFields,
-    PoolingBody,
     PoolingFields,
     PoolingRequest,
     RankTextsRequest,
@@ -51,53 +46,39 @@ from vllmx_server.apis.pooling.schema import (
 )
 from vllmx_server.generating.answers import PoolingUsage
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.chat_call import check_template, prompt_tokens
 from vllmx_server.generating.field_names import FieldNames
-from vllmx_server.generating.fields import field_error
-from vllmx_server.generating.generation import Usage
-from vllmx_server.generating.pooling import F32, Pooled, Pooler, PoolingOptions, Task, pooler_for
-from vllmx_server.generating.reading import (
-    body_bytes,
-    by_shape,
-    caller_of,
-    checked,
-    read_json,
-    request_id_of,
-)
-from vllmx_server.generating.served import Served, served_of
-from vllmx_server.http.client import client_of
-from vllmx_server.http.deadline import deadline_of
-from vllmx_server.http.disconnect import while_there
+from vllmx_server.generating.pooling import Pooled, Task
+from vllmx_server.generating.pooling_call import best_first, in_pieces, pool_body, shortened
+from vllmx_server.generating.reading import by_shape, request_id_of
+from vllmx_server.generating.served import served_of
 from vllmx_server.http.operation import GENERATES, VECTORS, Endpoint
 from vllmx_server.http.operation import Task as ModelTask
 from vllmx_server.http.route import Route
-from vllmx_server.limits.admitted import BYTES_OF_TOKEN
 from vllmx_server.schema.record import Items, json_pieces, lazily
-from vllmx_server.watch.tracing import trace_of
-
-Body = TypeVar("Body", bound=PoolingBody)
 
 
 async def embeddings(request: Request) -> Response:
     """A vector for each input."""
-    body, pooled = await _pool(request, EMBEDDINGS, "embed")
+    body, pooled = await pool_body(request, EMBEDDINGS, "embed")
     vectors = enumerate(_vectors(body, pooled))
     rows = (Embedding(index=index, embedding=each) for index, each in vectors)
     return _listed(request, body, EmbeddingList, rows, pooled)
 
 
 async def pooling(request: Request) -> Response:
-    """The model's output for each input: a vector, or the probabilities of its classes."""
+    """The model's output for each input: a vector, those of its tokens, or the probabilities of its
+    classes."""
     pooler = served_of(request).pooler
-    task: Task = "embed" if pooler is None or "embed" in pooler.tasks else "classify"
-    body, pooled = await _pool(request, POOLING, task)
+    made: tuple[Task, ...] = ("embed", "token_embed", "classify")
+    task = next((each for each in made if pooler is None or each in pooler.tasks), made[-1])
+    body, pooled = await pool_body(request, POOLING, task)
     rows = (PooledRow(index=index, data=each) for index, each in enumerate(_vectors(body, pooled)))
     return _listed(request, body, PooledList, rows, pooled)
 
 
 async def classify(request: Request) -> Response:
     """The probabilities of the model's classes for each input."""
-    body, pooled = await _pool(request, CLASSIFY, "classify")
+    body, pooled = await pool_body(request, CLASSIFY, "classify")
     pooler = served_of(request).pooler
     assert pooler is not None
     labels = pooler.labels
@@ -114,14 +95,14 @@ async def classify(request: Request) -> Response:
 
 async def score(request: Request) -> Response:
     """Scores of how well texts belong together."""
-    body, pooled = await _pool(request, SCORE, "score")
+    body, pooled = await pool_body(request, SCORE, "score")
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
     return _listed(request, body, ScoreList, rows, pooled)
 
 
 async def rerank_documents(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
-    body, pooled = await _pool(request, RERANK, "score", FieldNames({"input": "documents"}))
+    body, pooled = await pool_body(request, RERANK, "score", FieldNames({"input": "documents"}))
     texts = body.texts()
 
     def row(index: int, score: float) -> Ranked:
@@ -134,20 +115,20 @@ async def rerank_documents(request: Request) -> Response:
         id=f"rerank-{request_id_of(request, body)}",
         model=served_of(request).llm.config.name,
         usage=_usage(pooled),
-        results=lazily(row(*each) for each in _best_first(pooled)[: body.top_n or None]),
+        results=lazily(row(*each) for each in best_first(pooled)[: body.top_n or None]),
     )
-    return _in_pieces(json_pieces(answer))
+    return in_pieces(json_pieces(answer))
 
 
 async def embed(request: Request) -> Response:
     """A vector for each input, in TEI's shape."""
-    body, pooled = await _pool(request, EMBED, "embed", FieldNames({"input": "inputs"}))
-    return _in_pieces(json_pieces(Items(_vectors(body, pooled))))
+    body, pooled = await pool_body(request, EMBED, "embed", FieldNames({"input": "inputs"}))
+    return in_pieces(json_pieces(Items(_vectors(body, pooled))))
 
 
 async def rerank_texts(request: Request) -> Response:
     """Texts by how well they answer a query, in TEI's shape."""
-    body, pooled = await _pool(request, RANK_TEXTS, "score", FieldNames({"input": "texts"}))
+    body, pooled = await pool_body(request, RANK_TEXTS, "score", FieldNames({"input": "texts"}))
 
     def row(index: int, score: float) -> RankedByTEI:
         found = RankedByTEI(index=index, score=score)
@@ -155,7 +136,7 @@ async def rerank_texts(request: Request) -> Response:
             found.text = body.texts[index]
         return found
 
-    return _in_pieces(json_pieces(Items(row(*each) for each in _best_first(pooled))))
+    return in_pieces(json_pieces(Items(row(*each) for each in best_first(pooled))))
 
 
 async def rerank(request: Request) -> Any:
@@ -168,107 +149,17 @@ def _reranking(names: Collection[str]) -> Endpoint:
     return rerank_texts if "texts" in names and "documents" not in names else rerank_documents
 
 
-# --- from the body to what the model makes of it --------------------------------------------------
-async def _pool(
-    request: Request,
-    decoder: msgspec.json.Decoder[Body],
-    task: Task,
-    names: FieldNames | None = None,
-) -> tuple[Body, list[Pooled]]:
-    """The checked body and a result for each of its inputs, counted for the key of the request.
-    `names`: what the route calls fields in messages."""
-    served = served_of(request)
-
-    def parse(data: bytes) -> tuple[Body, Task, list[PoolingText]]:
-        body = checked(data, served, decoder)
-        wanted = body.task or task if isinstance(body, PoolingRequest) else task
-        pooler = pooler_for(wanted, served.pooler, served.llm.config.name)
-        if isinstance(body, EmbeddingsRequest | EmbedRequest):
-            _check_dimensions(body.dimensions, pooler)
-        return body, wanted, body.pooling_texts()
-
-    served.check_admission()
-    body, wanted, inputs = await read_json(request, served, parse)
-    if not inputs and isinstance(body, InputFields):
-        inputs = await _written(request, served, body)
-    options = PoolingOptions(
-        getattr(body, "add_special_tokens", None) is not False,
-        first_tokens(body.truncate_prompt_tokens, served.llm.info.max_model_len),
-        body.is_normalized,
-        caller_of(request, body),
-        getattr(body, "prompt_name", None),
-    )
-    with (names or FieldNames({})).told():
-        return body, await _pooled(request, served, wanted, inputs, options)
-
-
-async def _pooled(
-    request: Request, served: Served, task: Task, inputs: list[PoolingText], options: PoolingOptions
-) -> list[Pooled]:
-    started_s = time.monotonic()
-    pooler = pooler_for(task, served.pooler, served.llm.config.name)
-    release = await served.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
-    try:
-        pooling = pooler.pool(task, inputs, options)
-        found = await while_there(request.receive, pooling, deadline_of(request, served.config))
-        release.usage = Usage(sum(each.num_tokens for each in found))
-    finally:
-        release()
-    texts = [text for each in found for text in each.texts]
-    seconds = time.monotonic() - started_s
-    for text in texts:
-        served.metrics.finish_pooled(text.metrics, text.num_tokens, seconds)
-    if (trace := trace_of(request)) is not None:
-        trace.texts = texts
-    return found
-
-
-async def _written(request: Request, served: Served, body: InputFields) -> list[PoolingText]:
-    """The conversation of a body as the chat template writes it. Raises TemplateError,
-    InvalidRequestError."""
-    check_template(served, body.chat_template)
-    client, size = client_of(request), body_bytes(request)
-    conversation = await served.llm.text.run(client, size, lambda _: body.conversation())
-    special = bool(body.add_special_tokens)
-    ids = await prompt_tokens(request, served, conversation, body.chat_options(), special)
-    return [PoolingText(ids=ids)]
-
-
-def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
-    """Raises InvalidRequestError for more dimensions than the model's vectors have."""
-    if dimensions is not None and dimensions > pooler.dimensions:
-        raise field_error(
-            "dimensions", f"must be between 1 and the model's {pooler.dimensions}, got {dimensions}"
-        )
-
-
 # --- answers --------------------------------------------------------------------------------------
-def _vectors(
-    body: EmbeddingsRequest | EmbedRequest, pooled: Iterable[Pooled]
-) -> Iterator[list[float] | str]:
-    """Each vector as numbers, or as base64 of 32-bit floats."""
+def _vectors(body: EmbeddingsRequest | EmbedRequest, pooled: Iterable[Pooled]) -> Iterator[Any]:
+    """Each vector, or vectors of tokens, as numbers, or as base64 of 32-bit floats."""
     for each in pooled:
-        values = _shortened(each.values, body.dimensions, normalize=body.is_normalized)
+        values = shortened(each.values, body.dimensions, normalize=body.is_normalized)
         if isinstance(body, EmbeddingsRequest) and body.encoding_format == "base64":
             yield base64.b64encode(values.astype("<f4").tobytes()).decode()
+        elif values.ndim > 1:
+            yield lazily(map(np.ndarray.tolist, values))
         else:
             yield values.tolist()
-
-
-def _shortened(values: F32, dimensions: int | None, *, normalize: bool) -> F32:
-    """(dimensions,) the first values of a vector, scaled to length 1 again where it had that."""
-    if dimensions is None or dimensions >= len(values):
-        return values
-    cut = values[:dimensions]
-    length = float(np.linalg.norm(cut)) if normalize else 0.0
-    return cut / np.float32(length) if length else cut
-
-
-def _best_first(pooled: Sequence[Pooled]) -> list[tuple[int, float]]:
-    """(place in the request, score), the best first."""
-    scores = np.array([each.values[0] for each in pooled])
-    order = np.argsort(-scores, kind="stable")
-    return list(zip(order.tolist(), scores[order].tolist(), strict=True))
 
 
 def _usage(pooled: Sequence[Pooled]) -> PoolingUsage:
@@ -290,23 +181,7 @@ def _listed(
         data=lazily(rows),
         usage=_usage(pooled),
     )
-    return _in_pieces(json_pieces(answer))
-
-
-def _in_pieces(pieces: Iterator[bytes]) -> Response:
-    """A small answer as a whole; of a large one a piece at a time, others in between."""
-    first, second = next(pieces), next(pieces, None)
-    if second is None:
-        return Response(first, media_type="application/json")
-
-    async def all_pieces() -> AsyncIterator[bytes]:
-        yield first
-        yield second
-        for piece in pieces:
-            await asyncio.sleep(0)
-            yield piece
-
-    return StreamingResponse(all_pieces(), media_type="application/json")
+    return in_pieces(json_pieces(answer))
 
 
 def _route(

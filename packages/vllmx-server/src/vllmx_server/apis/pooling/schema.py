@@ -136,7 +136,7 @@ class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
 class PoolingRequest(EmbeddingsRequest, kw_only=True, forbid_unknown_fields=True):
     """vLLM's pooling: what the model makes of each input."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "token_embed", "classify"] | None = None
 
 
 class ClassifyRequest(InputFields, kw_only=True, forbid_unknown_fields=True):

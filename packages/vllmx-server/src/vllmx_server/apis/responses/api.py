@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllmx_server.apis.responses import conversation_routes, routes
+from vllmx_server.apis.responses import conversation_routes, mcp_routes, routes
 from vllmx_server.apis.responses.response import BackgroundResponses, lost
 from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.config import ServerConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResponsesApi(Api):
-    routes = (*routes.ROUTES, *conversation_routes.ROUTES)
+    routes = (*routes.ROUTES, *conversation_routes.ROUTES, *mcp_routes.ROUTES)
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)

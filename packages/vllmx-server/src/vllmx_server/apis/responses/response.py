@@ -64,7 +64,7 @@ class ResponseAnswer(Answer):
         self._number = 0
         self.is_cancelled = False
         self.stored = StoredResponse(
-            response=_fields(body, served.llm.config.name), input=named(items_of(body))
+            response=_fields(body, served.called(body.model)), input=named(items_of(body))
         )
         self._response = self.stored.response
 

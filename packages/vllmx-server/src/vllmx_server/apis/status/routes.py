@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.served import Served, served_of
+from vllmx_server.generating.served import Modality, ModelInfo, Served, served_of
 from vllmx_server.http.answers import Health
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
@@ -31,11 +31,13 @@ class ModelCard(Record, kw_only=True):
     owned_by: Literal["vllmx"] = "vllmx"
     root: str
     """The path or name that was loaded."""
-    parent: None = None
+    parent: str | None = None
+    """The model that an adapter changes."""
     max_model_len: int | None
     """Tokens of the context; null of a model that was never loaded."""
-    input_modalities: list[Literal["text", "image"]] | None = None
-    """The contents that a message may have; null of a model that was never loaded."""
+    input_modalities: list[Modality] | None = None
+    """The contents that a message may have, or audio alone; null of a model that was never
+    loaded."""
     permission: list[str]
     aliases: tuple[str, ...] = ()
     """Other names of it."""
@@ -96,25 +98,6 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(encode(value), status, headers=headers, media_type="application/json")
 
 
-def _card(served: Served) -> ModelCard:
-    model, info = served.llm.config.model, served.llm.info
-    return ModelCard(
-        id=served.llm.config.name,
-        created=served.created,
-        root=info.path if model == DEMO_MODEL else model,
-        max_model_len=info.max_model_len,
-        input_modalities=_modalities(info.takes_images),
-        permission=[],
-        aliases=() if served.models is None else served.models.aliases(served.llm.config.name),
-        state="unloaded" if served.llm.is_asleep else "loaded",
-        size_bytes=info.weight_bytes + info.kv_cache_bytes,
-    )
-
-
-def _modalities(takes_images: bool) -> list[Literal["text", "image"]]:
-    return ["text", "image"] if takes_images else ["text"]
-
-
 async def models(request: Request) -> Response:
     """The models that are served, with a card for each of their names."""
     return _json(ModelList(data=await _cards(served_of(request))))
@@ -122,8 +105,17 @@ async def models(request: Request) -> Response:
 
 async def _cards(served: Served) -> list[ModelCard]:
     """A card for each name, as clients look for the one that they were given."""
-    cards = [_card(served), *await _others(served)]
+    cards = [_card(served, info) for info in await served.infos()]
+    cards += _adapters(served, cards[0])
     return [_called(name, card) for card in cards for name in (card.id, *card.aliases)]
+
+
+def _adapters(served: Served, base: ModelCard) -> Iterator[ModelCard]:
+    """The adapters of the default model, whose card is `base`."""
+    for each in served.llm.adapters or ():
+        yield msgspec.structs.replace(
+            base, id=each.name, root=each.path, parent=base.id, aliases=(), size_bytes=None
+        )
 
 
 def _called(name: str, card: ModelCard) -> ModelCard:
@@ -131,25 +123,19 @@ def _called(name: str, card: ModelCard) -> ModelCard:
     return msgspec.structs.replace(card, id=name, aliases=others)
 
 
-async def _others(served: Served) -> list[ModelCard]:
-    """All models but the default one, loaded or not."""
-    if served.models is None:
-        return []
-    return [
-        ModelCard(
-            id=card.name,
-            created=served.created,
-            root=card.root,
-            max_model_len=card.max_model_len,
-            input_modalities=None if card.takes_images is None else _modalities(card.takes_images),
-            permission=[],
-            aliases=card.aliases,
-            state=card.state,
-            size_bytes=card.num_bytes,
-            error=card.error,
-        )
-        for card in await served.models.host.cards()
-    ]
+def _card(served: Served, info: ModelInfo) -> ModelCard:
+    return ModelCard(
+        id=info.name,
+        created=served.created,
+        root=info.root,
+        max_model_len=info.max_model_len,
+        input_modalities=info.modalities,
+        permission=[],
+        aliases=info.aliases,
+        state=info.state,
+        size_bytes=info.num_bytes,
+        error=info.error,
+    )
 
 
 async def model(request: Request) -> Response:

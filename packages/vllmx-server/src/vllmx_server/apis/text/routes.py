@@ -7,8 +7,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.request_limits import id_outside
 
 from vllmx_server.apis.text.schema import (
     DETOKENIZE,
@@ -20,7 +18,7 @@ from vllmx_server.apis.text.schema import (
 )
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_call import check_template, prompt_tokens
-from vllmx_server.generating.reading import checked, counted, most_tokens, read_json
+from vllmx_server.generating.reading import check_ids, checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
@@ -101,15 +99,6 @@ async def detokenize(request: Request) -> Response:
     return Response(
         await served.llm.text.run(client, len(text), answer), media_type="application/json"
     )
-
-
-def check_ids(tokens: list[int], vocab_size: int) -> None:
-    """Raises InvalidRequestError for an id that is not in the vocabulary."""
-    wrong = id_outside(tokens, vocab_size)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
-        )
 
 
 class TextApi(Api):

@@ -28,11 +28,12 @@ from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreListener
+from vllmx_engine.replicas.start import Cores, start_frontend
 from vllmx_engine.wire.ipc import Start
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.errors import OverloadedError
-from vllmx_server.generating.served import ModelInfo, State
+from vllmx_server.generating.served import Modality, ModelInfo, State, modalities_of
 from vllmx_server.host.models.config import ModelConfig, engine_of, part_bytes
 from vllmx_server.host.models.device_memory import DeviceMemory, FreeMemory
 
@@ -43,10 +44,10 @@ _LOOK_S = 0.5
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """A loaded core and the path of its socket."""
+    """A loaded core, and the paths of the sockets of its replicas."""
 
     core: Start
-    path: str
+    paths: list[str]
 
 
 class FirstCore(Protocol):
@@ -66,8 +67,8 @@ class _Hosted:
 
     config: ModelConfig
     state: State = "unloaded"
-    listener: CoreListener | None = None
-    core: ProcessFrontend | None = None
+    listeners: list[CoreListener] = field(default_factory=list)
+    core: Cores | None = None
     loading: asyncio.Task[Attachment] | None = None
     used_s: float = field(default_factory=time.monotonic)
     is_busy: bool = False
@@ -77,7 +78,7 @@ class _Hosted:
     device: str = ""
     """`FreeMemory.device` of the running core."""
     max_model_len: int | None = None
-    takes_images: bool | None = None
+    modalities: list[Modality] | None = None
     error: str | None = None
 
     def card(self) -> ModelInfo:
@@ -88,7 +89,7 @@ class _Hosted:
             state=self.state,
             num_bytes=self.num_bytes,
             max_model_len=self.max_model_len,
-            takes_images=self.takes_images,
+            modalities=self.modalities,
             error=self.error,
         )
 
@@ -160,7 +161,6 @@ class CoreHost:
             return True
 
     async def cards(self) -> list[ModelInfo]:
-        """The cards of all models."""
         return [hosted.card() for hosted in self._hosted.values()]
 
     async def load(self, name: str) -> Attachment:
@@ -232,8 +232,8 @@ class CoreHost:
                 raise _small_part(hosted.config, CapacityError(text))
         while needed > free.num_bytes and await self._evict(free.device):
             free = await self._free(found, hosted)
-        core, listener = await self._started(hosted, found, free.device)
-        hosted.core, hosted.listener = core, listener
+        core, listeners = await self._started(hosted, found, free.device)
+        hosted.core, hosted.listeners = core, listeners
         core.listener = Listener(
             outputs=lambda outputs: None,
             stats=hosted.note,
@@ -241,17 +241,18 @@ class CoreHost:
             restarted=lambda info: None,
             dead=lambda: None,
         )
-        return Attachment(core.start_message, str(listener.path))
+        paths = [str(listener.path) for listener in listeners]
+        return Attachment(ProcessFrontend(found).start_message, paths)
 
     async def _started(
         self, hosted: _Hosted, found: FoundModel, device: str
-    ) -> tuple[ProcessFrontend, CoreListener]:
+    ) -> tuple[Cores, list[CoreListener]]:
         """Starts the core, and unloads others until it has the memory that it needs."""
-        listener = CoreListener()
+        listeners = [CoreListener() for _ in range(found.config.replicas)]
         try:
             while True:
                 try:
-                    core = await ProcessFrontend.start(found, listener)
+                    core = await start_frontend(found, listeners)
                     break
                 except CapacityError as error:
                     if await self._has_its_part(hosted, found):
@@ -259,21 +260,21 @@ class CoreHost:
                     if not await self._evict(device):
                         raise _no_room(error) from error
         except BaseException:
-            listener.close()
+            _close(listeners)
             raise
         try:
             await self._note(hosted, found, core.info)
         except BaseException:
-            listener.close()
+            _close(listeners)
             await core.close()
             raise
-        return core, listener
+        return core, listeners
 
     async def _note(self, hosted: _Hosted, found: FoundModel, info: CoreInfo) -> None:
         """Keeps the facts of a core that has started."""
         hosted.num_bytes = info.weight_bytes + info.kv_cache_bytes
         hosted.max_model_len = info.max_model_len
-        hosted.takes_images = info.takes_images
+        hosted.modalities = modalities_of(info)
         hosted.backend = info.backend
         hosted.device = await self._memory.device(found.registry, info.backend)
         if hosted.device not in self._devices:
@@ -330,13 +331,13 @@ class CoreHost:
         return True
 
     async def _end(self, hosted: _Hosted) -> None:
-        core, listener = hosted.core, hosted.listener
-        hosted.core = hosted.listener = hosted.loading = None
+        core, listeners = hosted.core, hosted.listeners
+        hosted.core = hosted.loading = None
+        hosted.listeners = []
         hosted.is_busy = False
         if hosted.state == "loaded":
             hosted.state = "unloaded"
-        if listener is not None:
-            listener.close()
+        _close(listeners)
         if core is not None:
             await core.close()
 
@@ -364,6 +365,11 @@ class CoreHost:
                 return  # it is starting, or a request has come
             self._sleeps_idle = True
         logger.info("model %s sleeps: nobody asks for it", self._first_name)
+
+
+def _close(listeners: Sequence[CoreListener]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 def _small_part(config: ModelConfig, error: CapacityError) -> CapacityError:

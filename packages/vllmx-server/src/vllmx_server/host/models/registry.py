@@ -13,9 +13,8 @@ from vllmx_core.errors import ModelNotFoundError, listing, shown
 from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.link.attached_frontend import AttachedFrontend
-from vllmx_engine.link.core_start import CoreStart
-from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.core_start import CoreStart
+from vllmx_engine.replicas.start import attach_frontend
 from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.errors import OverloadedError
@@ -26,18 +25,16 @@ from vllmx_server.host.models.host import Attachment
 from vllmx_server.watch.metrics import Metrics
 
 
-async def attach(core: Start, path: str) -> CoreStart:
-    """Begins to connect to a core by the path of its socket. Loads all plugins: a core has only
-    those that load models, not those of formats of answers."""
+async def attach(core: Start, paths: Sequence[str]) -> CoreStart:
+    """Begins to connect to a core, or to all its replicas, by the paths of their sockets. Loads all
+    plugins: a core has only those that load models, not those of formats of answers."""
     registry = await asyncio.to_thread(load_registry)
     if core.config.prefer:
         registry.prefer(core.config.prefer)
-    found = FoundModel(core.config, Path(core.path), registry, progress=False)
-    return CoreStart(found, asyncio.ensure_future(_attached(path)))
-
-
-async def _attached(path: str) -> Frontend:
-    return await AttachedFrontend.start(Path(path))
+    found = FoundModel(
+        core.config, Path(core.path), registry, progress=False, digest_key=core.digest_key
+    )
+    return CoreStart(found, asyncio.ensure_future(attach_frontend(found, paths)))
 
 
 _LOOK_S = 0.02
@@ -94,7 +91,7 @@ class Models:
     def name_of(self, name: str | None) -> str:
         """A model's own name. None: the default's. Raises ModelNotFoundError."""
         default = self._configs[0].name
-        own = default if name is None else self._names.get(name, name)
+        own = default if name is None else self._names.get(name) or self._adapted(name) or name
         if own != default and own not in self._entries:
             served = listing(
                 [each for model in self._configs for each in (model.name, *model.aliases)]
@@ -103,6 +100,13 @@ class Models:
                 f"model {shown(name)} is not served here; served: {served}", param="model"
             )
         return own
+
+    def _adapted(self, name: str) -> str | None:
+        """The open model that has an adapter of this name."""
+        entries = (entry.served for entry in self._entries.values())
+        opened = (self.default, *(served for served in entries if served is not None))
+        found = (each.llm.config.name for each in opened if each.adapter_of(name))
+        return next(found, None)
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Other names of a model."""
@@ -203,7 +207,7 @@ class Models:
 
     async def _open(self, entry: _Entry) -> Served:
         attachment = await self.host.load(entry.config.name)
-        async with await attach(attachment.core, attachment.path) as core:
+        async with await attach(attachment.core, attachment.paths) as core:
             llm = await AsyncLLM.over(core)
         previous, entry.served = entry.served, self._copy(entry, llm)
         if previous is not None:

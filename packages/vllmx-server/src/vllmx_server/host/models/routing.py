@@ -19,6 +19,7 @@ from vllmx_server.http.body import INLINE_BYTES, read_body, unread
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.event_stream import PING
+from vllmx_server.http.route import ModelOf
 from vllmx_server.schema.json_text import check_weight
 
 logger = logging.getLogger("vllmx.server")
@@ -38,9 +39,11 @@ class _Peek(msgspec.Struct):
 _PEEK = msgspec.json.Decoder(_Peek)
 
 
-def of_model(endpoint: Endpoint) -> Endpoint:
+def of_model(
+    endpoint: Endpoint, model_of: ModelOf | None = None, *, is_sse: bool = True
+) -> Endpoint:
     """An endpoint whose `served_of` is that of the model that the body names. With one model it
-    does not read the body."""
+    does not read the body. See `Route` for the arguments."""
 
     async def routed(request: Request) -> Any:
         served = served_of(request)
@@ -51,12 +54,13 @@ def of_model(endpoint: Endpoint) -> Endpoint:
             data = await read_body(request, served.config, held)
             is_short = len(data) <= INLINE_BYTES
             peek = _peeked(data) if is_short else await asyncio.to_thread(_peeked, data)
-            name = served.models.name_of(peek.model)
+            asked = peek.model if model_of is None else model_of(request, peek.model)
+            name = served.models.name_of(asked)
             # before anything is loaded for it
             served_of(request).holder(request).check_model(name, *served.models.aliases(name))
             interval_s = served.config.sse_ping_interval_s
             waiting = deadline_of(request, served.config).bound(served.models.served(name))
-            if not served.models.is_open(name) and peek.stream and interval_s:
+            if not served.models.is_open(name) and peek.stream and interval_s and is_sse:
                 opening = asyncio.ensure_future(waiting)
                 return _WaitingStream(opening, interval_s, endpoint, request, data)
             found = await waiting

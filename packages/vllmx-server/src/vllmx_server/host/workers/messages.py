@@ -14,8 +14,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerConfig
     core: Start
-    core_path: str
-    """The path of the core's socket."""
+    core_paths: list[str]
+    """The paths of the sockets of the core, or of all its replicas."""
     models: list[ModelConfig]
     """All models if they are several; `core` is that of the first."""
     row: int
@@ -32,6 +32,13 @@ class Reload(msgspec.Struct, frozen=True):
 
     keys: bool
     certificate: bool
+
+
+class DrainReplica(msgspec.Struct, frozen=True):
+    """Asks the supervisor, and by it all workers, to drain a replica."""
+
+    number: int
+    timeout_s: float
 
 
 class Relayed(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from vllmx_server.generating.served import ModelInfo, Served
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.dispatch import Mailbox
-from vllmx_server.host.workers.messages import Begin
+from vllmx_server.host.workers.messages import Begin, DrainReplica
 from vllmx_server.host.workers.relay import Relays, relay
 from vllmx_server.host.workers.shared_counts import SharedCounts
 from vllmx_server.limits.admission import Sharing
@@ -81,6 +81,14 @@ class Peers:
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
         await self.channel.ask("wake", None, type(None))
+
+    async def drain_replica(self, number: int, timeout_s: float) -> None:
+        """See `AsyncLLM.drain_replica`."""
+        await self.channel.ask("drain_replica", DrainReplica(number, timeout_s), type(None))
+
+    async def add_replica(self, number: int) -> None:
+        """See `AsyncLLM.add_replica`."""
+        await self.channel.ask("add_replica", number, type(None))
 
     def shut_down(self) -> None:
         """Ends the whole server, as SIGTERM does."""

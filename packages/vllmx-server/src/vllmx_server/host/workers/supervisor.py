@@ -17,6 +17,8 @@ from vllmx_engine.core.found_model import find_model
 from vllmx_engine.link.frontend import Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreListener
+from vllmx_engine.replicas.frontend import ReplicaFrontend
+from vllmx_engine.replicas.start import Cores, start_frontend
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
@@ -28,6 +30,7 @@ from vllmx_server.host.signals import CLOSE_S, Signals
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.messages import (
     Begin,
+    DrainReplica,
     Relayed,
     RelayedAnswer,
     RelayedMore,
@@ -66,8 +69,8 @@ async def serve_with_workers(
     """Serves until it is stopped. Raises the errors of `run_server`."""
     found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else str(temporary_folder())
-    core_listener = CoreListener()
-    starting = asyncio.ensure_future(ProcessFrontend.start(found, core_listener))
+    core_listeners = [CoreListener() for _ in range(engine.replicas)]
+    starting = asyncio.ensure_future(start_frontend(found, core_listeners))
     try:
         await asyncio.sleep(0)  # until the core's process is there
         stored = await _open_storage(server, folder)
@@ -75,7 +78,7 @@ async def serve_with_workers(
             begin = Begin(
                 server=server,
                 core=ProcessFrontend(found).start_message,
-                core_path=str(core_listener.path),
+                core_paths=[str(each.path) for each in core_listeners],
                 models=list(models),
                 row=0,
                 num_rows=0,
@@ -95,7 +98,8 @@ async def serve_with_workers(
     finally:
         starting.cancel()
         await asyncio.wait((starting,))
-        core_listener.close()
+        for each in core_listeners:
+            each.close()
         if not starting.cancelled() and starting.exception() is None:
             await starting.result().close()
         if folder is not None:
@@ -128,7 +132,7 @@ class Supervisor:
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
         self._first_name = begin.models[0].name if begin.models else ""
         self._on_demand = {model.name for model in begin.models if model.on_demand}
-        self._core: ProcessFrontend
+        self._core: Cores
         self._is_busy = False
         self._dead = asyncio.Event()
         self._keys = ApiKeys(path=server.api_keys_file)
@@ -148,7 +152,7 @@ class Supervisor:
 
     async def run(
         self,
-        starting: asyncio.Future[ProcessFrontend],
+        starting: asyncio.Future[Cores],
         signals: Signals,
         on_ready: Callable[[CoreInfo], None],
     ) -> None:
@@ -186,7 +190,7 @@ class Supervisor:
             await self._pool.stop(2 * CLOSE_S)
             await self._host.close()
 
-    async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
+    async def _started(self, starting: asyncio.Future[Cores]) -> Cores:
         """Returns the core when all workers serve it. Raises the errors of either."""
         ready = asyncio.ensure_future(self._pool.ready())
         try:
@@ -236,6 +240,8 @@ class Supervisor:
             cards=self._host.cards,
             wake_idle=self._host.wake_idle,
             sleep=self._sleep,
+            drain_replica=self._drain_replica,
+            add_replica=self._add_replica,
             wake=self._wake,
             shut_down=lambda: os.kill(os.getpid(), signal.SIGTERM),
             relay=self._relay,
@@ -251,6 +257,23 @@ class Supervisor:
 
     async def _wake(self) -> None:
         await self._core.wake()
+
+    async def _drain_replica(self, asked: DrainReplica) -> None:
+        replicas = self._replicas()
+        channels = self._pool.channels()
+        tasks = [each.ask("drain_replica", asked, type(None)) for each in channels]
+        await asyncio.gather(*tasks)
+        await replicas.drain(asked.number, 0.0)
+
+    async def _add_replica(self, number: int) -> None:
+        await self._replicas().bring_back(number)
+        channels = self._pool.channels()
+        await asyncio.gather(*(one.ask("add_replica", number, type(None)) for one in channels))
+
+    def _replicas(self) -> ReplicaFrontend:
+        if not isinstance(self._core, ReplicaFrontend):
+            raise InvalidRequestError("the model has no replicas: start with --replicas")
+        return self._core
 
     async def _relay(self, relayed: Relayed) -> RelayedAnswer:
         return await self._pool.leader.ask("relay", relayed, RelayedAnswer)

@@ -1,13 +1,12 @@
-"""A file that a client sends as multipart/form-data, written to disk as it comes."""
+"""Bodies of multipart/form-data (RFC 7578), which are fed in pieces."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
 from python_multipart import MultipartParser
@@ -16,8 +15,6 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.apis.batches.files import Files
-from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it quotes what clients send
@@ -32,18 +29,17 @@ _SLOWEST = 64 << 10
 """Bytes a second that a client must send after `body_timeout_s`."""
 
 
-class Upload:
-    """The parts of one multipart body (RFC 7578), which is fed in pieces. Methods raise
-    InvalidRequestError for a body that is broken.
+class Multipart(ABC):
+    """The parts of one body, of which one is a file. Methods raise InvalidRequestError for a body
+    that is broken.
 
     Attributes:
-        fields: by name.
+        fields: by name; those whose name ends with [] may come several times, one value a line.
         name: of the file; None where none came.
         num_bytes: of the file.
     """
 
-    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
-        self.path = path
+    def __init__(self, content_type: str, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.name: str | None = None
         self.num_bytes = 0
@@ -83,11 +79,13 @@ class Upload:
         if self.name is None:
             raise InvalidRequestError("the body has no part named 'file'", param="file")
 
-    def close(self) -> None:
-        """Deletes the file, unless it was moved."""
-        if self._content is not None:
-            self._content.close()
-        self.path.unlink(missing_ok=True)
+    @abstractmethod
+    def open_file(self) -> BinaryIO:
+        """Opens what the file is written to; it is closed when all of it has come."""
+
+    @abstractmethod
+    def too_large(self) -> BodyTooLargeError:
+        """The error for a file over `max_bytes`."""
 
     def _part_begin(self) -> None:
         self._num_parts += 1
@@ -115,12 +113,12 @@ class Upload:
             if self.name is not None:
                 raise InvalidRequestError("one file is taken at a time", param="file")
             self.name = file_name(options.get(b"filename", b"").decode(errors="replace"))
-            self._field, self._content = None, self.path.open("xb")
+            self._field, self._content = None, self.open_file()
         elif b"filename" in options:
             raise InvalidRequestError(
                 f"{name!r} is not a file field of this route: use 'file'", param=name
             )
-        elif name in self.fields:
+        elif name in self.fields and not name.endswith("[]"):
             raise InvalidRequestError(f"the field {name!r} is given twice", param=name)
         else:
             self._field, self._text = name, b""
@@ -137,7 +135,7 @@ class Upload:
         assert self._content is not None
         self.num_bytes += end - start
         if self.num_bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
+            raise self.too_large()
         self._content.write(memoryview(data)[start:end])
 
     def _part_end(self) -> None:
@@ -146,7 +144,8 @@ class Upload:
             self._content.close()
             return
         try:
-            self.fields[self._field] = self._text.decode()
+            before = f"{self.fields[self._field]}\n" if self._field in self.fields else ""
+            self.fields[self._field] = before + self._text.decode()
         except UnicodeDecodeError:
             raise InvalidRequestError(
                 f"the field {self._field!r} is not UTF-8", param=self._field
@@ -177,60 +176,41 @@ def file_name(given: str) -> str:
     return shown[:_MAX_NAME] or "file"
 
 
-def too_large(limit: int) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"the file is larger than {limit} bytes: split it, or raise --max-file-bytes"
-    )
+OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
-@contextlib.asynccontextmanager
-async def uploaded(
-    request: Request, config: ServerConfig, files: Files, owner: str
-) -> AsyncIterator[Upload]:
-    """The parts of a request's body; the file is deleted at the end, unless it was moved.
-
-    Raises InvalidRequestError, MediaTypeError, BodyTooLargeError, BodyTimeoutError,
-    StorageFullError, StorageError.
-    """
-    content_type = request.headers.get("content-type", "")
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise MediaTypeError("the body is compressed: send it as it is")
-    limit = config.max_file_bytes
-    declared = request.headers.get("content-length", "")
-    size = min(int(declared), limit + _OVERHEAD + 1) if declared.isdigit() else limit
-    if size > limit + _OVERHEAD:
-        raise too_large(limit)
-    path = await files.on_thread(files.new_path)
-    upload = Upload(content_type, path, limit)
-    await files.take(owner, size)
-    try:
-        await _receive(request, upload, files, config.body_timeout_s, limit + _OVERHEAD)
-        yield upload
-    finally:
-        files.give_back(owner, size)
-        await files.on_thread(upload.close)
-
-
-async def _receive(
-    request: Request, upload: Upload, files: Files, timeout_s: float, limit: int
+async def receive(
+    request: Request, upload: Multipart, max_bytes: int, timeout_s: float, on_thread: OnThread
 ) -> None:
-    size, held = 0, bytearray()
+    """Feeds a request's body to `upload`; its file may have so many bytes. Raises
+    InvalidRequestError, MediaTypeError, BodyTooLargeError, BodyTimeoutError."""
+    limit, size, held = max_bytes + _OVERHEAD, 0, bytearray()
     begun_s = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(timeout_s) as timer:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
-                    raise too_large(limit - _OVERHEAD)
+                    raise upload.too_large()
                 timer.reschedule(begun_s + timeout_s + size / _SLOWEST)
                 held += chunk
                 if len(held) >= _CHUNK:
                     data, held = bytes(held), bytearray()
-                    await files.on_thread(partial(upload.feed, data))
+                    await on_thread(partial(upload.feed, data))
     except TimeoutError:
         raise BodyTimeoutError(
             f"the body did not arrive within {timeout_s:g} s and a second for each {_SLOWEST}"
             " bytes: send it faster, or raise --body-timeout-s"
         ) from None
-    await files.on_thread(partial(upload.feed, bytes(held)))
+    await on_thread(partial(upload.feed, bytes(held)))
     upload.finish()
+
+
+def body_size(request: Request, max_bytes: int) -> int | None:
+    """The declared bytes of a body that may be taken, `max_bytes` where it declares none; None: it
+    is too large. Raises MediaTypeError for a compressed one."""
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise MediaTypeError("the body is compressed: send it as it is")
+    limit, declared = max_bytes + _OVERHEAD, request.headers.get("content-length", "")
+    size = min(int(declared), limit + 1) if declared.isdigit() else max_bytes
+    return size if size <= limit else None

@@ -1,0 +1,1 @@
+"""Embeddings and rankings in the shapes of Cohere's API."""

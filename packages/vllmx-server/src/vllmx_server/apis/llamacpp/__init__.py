@@ -1,0 +1,1 @@
+"""The own API of llama.cpp's server, answered as completions."""

@@ -1,0 +1,138 @@
+"""Answers of llama.cpp's /completion: an object for each prompt, or events with pieces of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllmx_engine.client.logprob_rows import LogprobRows
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
+
+from vllmx_server.apis.llamacpp.schema import CompletionRequest
+from vllmx_server.generating.generate import Answer
+from vllmx_server.generating.generation import Generation, phases_s
+from vllmx_server.generating.logprobs import finite
+from vllmx_server.generating.served import Served
+from vllmx_server.schema.record import Items, encode, json_pieces
+
+_SETTINGS = (
+    "seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "stop", "ignore_eos",
+)  # fmt: skip
+
+
+class LlamaAnswer(Answer):
+    """Makes the wire format of one request's outputs."""
+
+    def __init__(
+        self, served: Served, body: CompletionRequest, request_id: str, generation: Generation
+    ) -> None:
+        self._state = served
+        self._body = body
+        self._generation = generation
+        self._counts = [0] * len(generation.prompt_token_ids)
+        self._has_new_line = [False] * len(self._counts)
+
+    async def whole(self) -> Iterator[bytes]:
+        finals = await self._generation.finals()
+        found = (self._final(*each) for each in enumerate(finals))
+        return json_pieces(Items(found) if self._body.is_batch else next(found))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for index, output in outputs:
+                (choice,) = output.outputs
+                if choice.text or choice.token_ids:
+                    rows = self._probabilities(choice)
+                    yield self._event(index, choice.text, choice.token_ids, rows)
+                if choice.finish_reason is not None:
+                    yield b"data: %b\n\n" % encode(self._final(index, output, is_end=True))
+
+    @property
+    def has_middle(self) -> bool:
+        return not self._body.n_probs
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        return self._event(0, text, ids, {}) if text or ids else b""
+
+    def _event(self, index: int, text: str, ids: Sequence[int], rows: dict[str, Any]) -> bytes:
+        self._counts[index] += len(ids)
+        self._has_new_line[index] |= "\n" in text
+        found = {
+            "index": index,
+            "content": text,
+            "tokens": ids,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._counts[index],
+            "tokens_evaluated": len(self._generation.prompt_token_ids[index]),
+        }
+        return b"data: %b\n\n" % encode(found | rows)
+
+    def _final(self, index: int, output: RequestOutput, *, is_end: bool = False) -> dict[str, Any]:
+        """The object of an ended answer; `is_end`: its text was sent before."""
+        (choice,) = output.outputs
+        ids = self._generation.prompt_token_ids[index]
+        count = self._counts[index] if is_end else len(choice.token_ids)
+        word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
+        stop_type = "limit" if choice.finish_reason == "length" else "word" if word else "eos"
+        return {
+            "index": index,
+            "content": "" if is_end else choice.text,
+            "tokens": choice.token_ids if self._body.return_tokens and not is_end else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._state.llm.config.name,
+            "tokens_predicted": count,
+            "tokens_evaluated": len(ids),
+            "generation_settings": self._settings(index),
+            "prompt": self._state.llm.tokenizer.decode(ids),
+            "has_new_line": self._has_new_line[index] or "\n" in choice.text,
+            "truncated": False,
+            "stop_type": stop_type,
+            "stopping_word": word,
+            "tokens_cached": len(ids) + count,
+            "timings": self._timings(index, output.num_cached_tokens, len(ids), count),
+            **({} if is_end else self._probabilities(choice)),
+        }
+
+    def _settings(self, index: int) -> dict[str, Any]:
+        request, _ = self._generation.requests[index]
+        params = request.params
+        found = {name: getattr(params, name) for name in _SETTINGS}
+        limit = request.core[0].max_tokens
+        return {**found, "n_predict": limit, "repeat_penalty": params.repetition_penalty}
+
+    def _timings(self, index: int, cached: int, num_prompt: int, count: int) -> dict[str, float]:
+        prompt_s, rest_s = phases_s(self._generation, index)
+        found: dict[str, float] = {"cache_n": cached}
+        for name, number, seconds in (
+            ("prompt", num_prompt - cached, prompt_s),
+            ("predicted", count, rest_s),
+        ):
+            found[f"{name}_n"], found[f"{name}_ms"] = number, seconds * 1000
+            found[f"{name}_per_token_ms"] = seconds * 1000 / max(1, number)
+            found[f"{name}_per_second"] = number / seconds if seconds else 0.0
+        return found
+
+    def _probabilities(self, choice: CompletionOutput) -> dict[str, Any]:
+        if not self._body.n_probs or choice.logprobs is None:
+            return {}
+        assert isinstance(choice.logprobs, LogprobRows)
+        tokenizer, top = self._state.llm.tokenizer, self._body.n_probs
+        rows = [
+            {
+                **_token(tokenizer, row.token, row.logprob),
+                "top_logprobs": [_token(tokenizer, *each) for each in list(row.ranked())[:top]],
+            }
+            for row in choice.logprobs.rows
+            if row is not None
+        ]
+        return {"completion_probabilities": rows}
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    text, data = tokenizer.token_text(token), list(tokenizer.token_bytes(token))
+    return {"id": token, "token": text, "bytes": data, "logprob": finite(logprob)}

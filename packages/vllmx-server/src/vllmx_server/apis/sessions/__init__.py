@@ -1,0 +1,1 @@
+"""Sessions that pin KV blocks."""
