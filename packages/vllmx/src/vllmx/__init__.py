@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllmx_core.sampling import SamplingParams
     from vllmx_core.structured import StructuredOutputsParams
     from vllmx_engine.async_llm import AsyncLLM
+    from vllmx_engine.client.arguments import LoRARequest
+    from vllmx_engine.client.beams import BeamSearchParams
     from vllmx_engine.client.chat import ChatOptions, Message
     from vllmx_engine.engine import Engine
     from vllmx_engine.llm import LLM
@@ -25,10 +27,12 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "ChatOptions",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "LoRARequest",
     "Message",
     "RequestOutput",
     "SamplingParams",
@@ -39,10 +43,12 @@ __all__ = [
 _HOMES = {
     "LLM": "vllmx_engine.llm",
     "AsyncLLM": "vllmx_engine.async_llm",
+    "BeamSearchParams": "vllmx_engine.client.beams",
     "ChatOptions": "vllmx_engine.client.chat",
     "CompletionOutput": "vllmx_engine.wire.outputs",
     "Engine": "vllmx_engine.engine",
     "EngineConfig": "vllmx_core.config",
+    "LoRARequest": "vllmx_engine.client.arguments",
     "Message": "vllmx_engine.client.chat",
     "RequestOutput": "vllmx_engine.wire.outputs",
     "SamplingParams": "vllmx_core.sampling",

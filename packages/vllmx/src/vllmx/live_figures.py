@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LINE = re.compile(r"^vllmx:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
+_REPLICA = re.compile(r'(?:^|,)replica="([^"]+)"')
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -21,14 +22,19 @@ class Scrape:
     values: Mapping[str, float]
     buckets: Mapping[str, Mapping[float, float]]
     """The number of observations up to each bound, by name of the histogram."""
+    replicas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Values of each replica by its number, where there are several."""
 
 
 def scrape(text: str, at_s: float) -> Scrape:
     """Parses the exposition format of Prometheus; ignores lines that are not vllmx's."""
     values: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
+    replicas: dict[str, dict[str, float]] = {}
     for name, labels, number in _LINE.findall(text):
         bound = _BOUND.search(labels)
+        if replica := _REPLICA.search(labels):
+            replicas.setdefault(replica[1], {})[name] = float(number)
         if bound is None and name.endswith("_perc"):
             values[name] = max(values.get(name, 0.0), float(number))
         elif bound is None:
@@ -37,7 +43,7 @@ def scrape(text: str, at_s: float) -> Scrape:
             found = buckets.setdefault(name.removesuffix("_bucket"), {})
             limit = float(bound[1])
             found[limit] = found.get(limit, 0.0) + float(number)
-    return Scrape(at_s, values, buckets)
+    return Scrape(at_s, values, buckets, replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,12 @@ class Figures:
     prefix_share: float | None
     """The fraction of prompt tokens that were found in the cache."""
     preemptions_s: float
+    sessions: float
+    """Sessions that pin KV blocks."""
+    tier_share: float | None
+    """The fraction of prompt tokens whose blocks came from a tier below the device."""
+    replicas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """`running`, `waiting`, `kv_share` and `generated_s` of each replica."""
 
 
 def figures(old: Scrape, new: Scrape) -> Figures | None:
@@ -83,7 +95,26 @@ def figures(old: Scrape, new: Scrape) -> Figures | None:
         _spread(old, new, "inter_token_latency_seconds"),
         more("prefix_cache_hits_total") / looked_up if looked_up > 0 else None,
         more("num_preemptions_total") / seconds,
+        new.values.get("sessions", 0.0),
+        more("kv_tier_tokens_total") / looked_up if looked_up > 0 else None,
+        {name: _of_replica(old, new, name) for name in sorted(new.replicas, key=_number)},
     )
+
+
+def _number(name: str) -> tuple[int, str]:
+    return len(name), name
+
+
+def _of_replica(old: Scrape, new: Scrape, name: str) -> dict[str, float]:
+    before, now = old.replicas.get(name, {}), new.replicas[name]
+    tokens = now.get("generation_tokens_total", 0.0)
+    more = tokens - before.get("generation_tokens_total", 0.0)
+    return {
+        "running": now.get("num_requests_running", 0.0),
+        "waiting": now.get("num_requests_waiting", 0.0),
+        "kv_share": now.get("kv_cache_usage_perc", 0.0),
+        "generated_s": (tokens if more < 0 else more) / (new.at_s - old.at_s),
+    }
 
 
 def _spread(old: Scrape, new: Scrape, name: str) -> tuple[float | None, float | None]:

@@ -98,7 +98,7 @@ def speculation(
             ]
             if name == SIMULATED and plain is not None:
                 known = zip(map(pack_ids, plain.prompts), plain.answers, strict=True)
-                drafter = SimulatedDrafter(dict(known), acceptance or 0.8)
+                drafter = SimulatedDrafter(dict(known), 0.8 if acceptance is None else acceptance)
                 llm.draft_with(drafter, _num_tokens(config))
             _run(llm, prompts[:1], params[:1], 1)  # warm
             before = llm.stats()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any, TextIO, TypeVar
 
@@ -18,7 +17,6 @@ from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
-_TIMEOUT_S = 10.0
 
 
 @click.group()
@@ -192,21 +190,12 @@ def serve(
 
 
 def _served_model(url: str, api_key: str | None) -> str:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url must begin with http:// or https://, got {url!r}", param="url")
-    from vllmx_core.system.deadline_http import get
+    from vllmx.cli.ps import cards_of
 
-    try:
-        status, body = get(f"{url.rstrip('/')}/v1/models", headers, _TIMEOUT_S)
-        if status != 200:
-            raise ConfigError(f"{url}/v1/models answers {status}: check --url and --api-key")
-        found: str = json.loads(body)["data"][0]["id"]
-    except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"no server answers at {url} ({error}): start `vllmx serve`") from None
-    return found
+    cards = cards_of(url, api_key)
+    if not cards:
+        raise ConfigError(f"{url} serves no model: check --url")
+    return str(cards[0]["id"])
 
 
 @bench.command(context_settings={"ignore_unknown_options": True})

@@ -98,7 +98,7 @@ class ModelCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [_dashed(arg) for arg in joined(args, _dotted_names)]
         self._learn(args)
-        args = self._names_apart(ctx, args)
+        args = self._names_apart(ctx, _modules_apart(args))
         given = self.make_parser(ctx).parse_args(list(args))[2]
         overridden = self._overridden(given)
         rest = super().parse_args(ctx, args)
@@ -179,6 +179,18 @@ def _option(parameter: str, flag: ForeignFlag) -> click.Option:
     if flag.optional:
         options |= {"is_flag": False, "flag_value": "on"}
     return click.Option([*flag.names, parameter], default=None, hidden=True, **options)
+
+
+def _modules_apart(args: Sequence[str]) -> list[str]:
+    """Splits vLLM's `--lora-modules a=PATH b=PATH` into one option for each."""
+    found, takes = list[str](), False
+    for arg in args:
+        takes = takes and not arg.startswith("-")
+        if takes and found[-1] != "--lora-modules" and ("=" in arg or arg.startswith("{")):
+            found.append("--lora-modules")
+        takes = takes or arg == "--lora-modules"
+        found.append(arg)
+    return found
 
 
 def _may_be_model(word: str) -> bool:

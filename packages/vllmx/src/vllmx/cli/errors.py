@@ -31,7 +31,9 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
 def show(message: str, hint: str = "") -> None:
     """Prints an error and a hint on standard error."""
     label = click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {message[:1].lower() + message[1:]}{hint}", err=True)
+    if message.partition(" ")[0][1:].islower():  # a word, and not the name of a class
+        message = message[0].lower() + message[1:]
+    click.echo(f"{label} {message}{hint}", err=True)
 
 
 def _usage(error: click.ClickException) -> str:

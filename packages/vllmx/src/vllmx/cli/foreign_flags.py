@@ -18,10 +18,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.config import MAX_DRAFT
 from vllmx_core.config_values import json_object, nearest
 from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record
+from vllmx_core.speculative_config import draft_model, draft_tokens, drafter, speculative_config
 
 logger = logging.getLogger("vllmx.flags")
 
@@ -43,6 +43,8 @@ class ForeignFlag(Record):
     """Our field that it sets, to `translation` of its value or, for a bare flag, to `value`."""
     translation: Translation | None = None
     value: Any = True
+    joined: Mapping[str, str] | None = None
+    """Values of a field that another flag has set already, by the two flags' own: "int8 q4"."""
     key: str | None = None
     """The key that it sets of the JSON object in `field`."""
     variable: str | None = None
@@ -113,6 +115,11 @@ def number(text: str) -> int | float:
     except ValueError:
         pass
     raise ConfigError("a number is wanted")
+
+
+def gibibytes(text: str) -> int:
+    """Bytes of a number of GiB."""
+    return int(number(text) * (1 << 30))
 
 
 def context(text: str) -> str:
@@ -188,67 +195,10 @@ STRUCTURED_OUTPUTS = {
 """Keys of vLLM's JSON object; with a reason, true values are refused."""
 
 
-_DRAFTERS = {
-    "none": "off",
-    "ngram": "ngram",
-    "ngram_gpu": "ngram",
-    "suffix": "suffix",
-    "ngram-simple": "ngram",
-    "ngram-map-k": "ngram",
-    "ngram-map-k4v": "suffix",
-    "ngram-mod": "suffix",
-    "ngram-cache": "suffix",
-}
-"""Our names of vLLM's methods and llama.cpp's types."""
-_OF_MODELS = frozenset(("draft_model", "draft", "draft-simple"))
-_SPECULATIVE_KEYS = frozenset(
-    ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
-)
-
-
-def drafter(text: str) -> str | None:
-    """The drafter of a method's name; None: a flag for the draft model says it. Raises
-    ConfigError."""
-    if text in _OF_MODELS:
-        return None
-    if text not in _DRAFTERS:
-        known = ", ".join((*_DRAFTERS, "draft_model"))
-        raise ConfigError(f"{known} are taken, other drafters are not served yet")
-    return _DRAFTERS[text]
-
-
-def draft_model(text: str) -> str:
-    return f"model:{text}"
-
-
-def draft_tokens(text: str) -> str:
-    """Cuts the number to what a step verifies; 0 leaves it to us. Raises ConfigError."""
-    count = number(text)
-    return "auto" if count == 0 else str(min(int(count), MAX_DRAFT))
-
-
-def speculative_config(text: str) -> dict[str, str]:
-    """The fields that vLLM's JSON object sets. Raises ConfigError."""
-    config = json_object(text, "speculative_config", '{"method": "ngram"}')
-    for key in config:
-        if key not in _SPECULATIVE_KEYS:
-            raise ConfigError(
-                f"its key {shown(key)} is not served{nearest(key, _SPECULATIVE_KEYS)}"
-            )
-    model, method = config.get("model"), config.get("method")
-    found = {"speculate": "auto"}
-    if method is not None and (ours := drafter(str(method))) is not None:
-        found["speculate"] = ours
-    elif model is not None:
-        found["speculate"] = draft_model(str(model))
-    if "num_speculative_tokens" in config:
-        found["speculate_tokens"] = draft_tokens(str(config["num_speculative_tokens"]))
-    return found
-
-
 TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
     "str": str,
     "number": number,
+    "gibibytes": gibibytes,
     "context": context,
     "layers": layers,
     "answer_tokens": answer_tokens,
@@ -328,6 +278,9 @@ def _set(flag: ForeignFlag, text: str, fields: dict[str, Any]) -> None:
 def _set_field(flag: ForeignFlag, field: str, ours: Any, fields: dict[str, Any]) -> None:
     before = fields.get(field)
     own = "--" + field.replace("_", "-")
+    pair = f"{before} {ours}"
+    if flag.joined is not None and pair in flag.joined:
+        before = ours = flag.joined[pair]
     if before not in (None, (), ours):
         raise ConfigError(
             f"{flag.name} asks for {own} {ours}, which is given as {before!r} too: give one",

@@ -14,6 +14,16 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
     "chat": ("vllmx.cli.chat:chat", "Chat with a model in the terminal."),
     "complete": ("vllmx.cli.complete:complete", "Complete prompts from flags, a file or stdin."),
+    "run": ("vllmx.cli.run:run", "Download a model if necessary, and chat with it."),
+    "pull": ("vllmx.cli.pull:pull", "Download a model."),
+    "list": ("vllmx.cli.cached:list_models", "List downloaded models, or short names."),
+    "show": ("vllmx.cli.cached:show", "Show a model's architecture, size and settings."),
+    "rm": ("vllmx.cli.cached:rm", "Delete downloaded models."),
+    "replicas": (
+        "vllmx.cli.replicas:replicas",
+        "List, drain and add the replicas of a running server.",
+    ),
+    "ps": ("vllmx.cli.ps:ps", "List the models of a running server."),
     "run-batch": ("vllmx.cli.run_batch:run_batch", "Answer a file of OpenAI's batch API."),
     "bench": ("vllmx.cli.bench:bench", "Measure throughput, latency, serving and start-up."),
     "plan": ("vllmx.cli.plan:plan", "Show what a model needs and how fast it will be."),
@@ -22,6 +32,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
         "Measure which settings keep a promise of latencies at the highest rate.",
     ),
     "rank": ("vllmx.cli.rank:rank", "Run ranks of a model for a server on another host."),
+    "core": ("vllmx.cli.core:core", "Run a model for servers on other hosts."),
     "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
     "top": ("vllmx.cli.top:top", "Show what a running server does."),
     "parsers": (
@@ -32,6 +43,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "models": ("vllmx.cli.models:models", "List the architectures that can be served."),
     "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
     "completion": ("vllmx.cli.group:completion", "Print completion for bash, zsh or fish."),
+    "doctor": ("vllmx.cli.doctor:doctor", "Check this machine, a model or a server."),
     "env": ("vllmx.cli.env:env", "Print what a bug report needs."),
 }
 

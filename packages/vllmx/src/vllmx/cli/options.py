@@ -10,127 +10,23 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from vllmx_core.config import EngineConfig, resolve_config
-from vllmx_core.config_values import convert
+from vllmx_core.config_values import convert, nearest
 from vllmx_core.errors import ConfigError
 from vllmx_core.system.logs import LOG_LEVELS
 
 from vllmx.cli.command import FOREIGN, SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import known_keys, read_yaml
-from vllmx.cli.foreign_flags import ForeignFlag, apply
+from vllmx.cli.flag_texts import ALIASES, HELP
+from vllmx.cli.foreign_flags import ForeignFlag, apply, every_flag
+
+if TYPE_CHECKING:
+    from vllmx.cli.presets import Preset
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "model": ("-m", "--m", "--w"),
-    "max_num_batched_tokens": ("--batch-size", "-b"),
-    "num_threads": ("--threads", "-t"),
-    "memory_fraction": ("--gpu-memory-utilization", "--device-memory-utilization"),
-    "num_kv_blocks": ("--num-gpu-blocks-override",),
-    "kv_cache_memory_bytes": ("--kv-cache-memory",),
-    "enable_prefix_caching": ("--context-cache/--no-context-cache",),
-    "backend": ("--device", "--d", "-dev"),
-    "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
-    "sse_ping_interval_s": ("--sse-ping-interval", "--sse-keep-alive-interval"),
-    "quantization": ("-q",),
-    "mmproj": ("-mm",),
-    "chat_template": ("--chat-template-file",),
-    "default_chat_template_kwargs": ("--chat-template-kwargs",),
-    "served_model_name": ("--alias", "-a"),
-    "seed": ("-s",),
-    "root_path": ("--api-prefix",),
-    "api_workers": ("--api-server-count", "-asc"),
-    "tool_parser": ("--tool-call-parser",),
-    "web": ("--webui/--no-webui", "--ui/--no-ui"),
-    "ssl_certfile": ("--ssl-cert-file",),
-    "ssl_keyfile": ("--ssl-key-file",),
-}
-"""Other names of our flags, of vLLM, vLLM.rs and llama.cpp."""
-HELP: Mapping[str, str] = {
-    "model": "Folder, file or Hugging Face id; the same as the argument MODEL.",
-    "revision": "Branch, tag or commit on the hub.",
-    "tokenizer": "Folder with another tokenizer.",
-    "mmproj": "GGUF file with the tower for images of a GGUF model; without it the mmproj*.gguf"
-    " next to the model.",
-    "chat_template": "File with another chat template.",
-    "default_chat_template_kwargs": "Variables of the template as a JSON object, for chats that do"
-    " not set them, such as '{\"enable_thinking\": false}'.",
-    "special_tokens_in_text": "Special tokens that users, tools and documents of a chat spell out:"
-    " escape (they stay text) or keep (they become the tokens).",
-    "backend": "Backend by name, or auto: the best that can run here.",
-    "task": "What the model is loaded for: generate, embed, score or classify; auto: as its files"
-    " say.",
-    "load_format": "Weight format by name, or auto.",
-    "model_impl": "Whose code runs the model: vllmx (its own), transformers (any decoder it has, on"
-    " backend torch, slowly) or auto: its own where there is one.",
-    "quantization": "What the checkpoint must be quantised with; vllmx reads it from there.",
-    "generation_config": "Sampling defaults: auto (the model's), vllm (none) or a folder.",
-    "override_generation_config": "Sampling defaults as a JSON object, over the model's.",
-    "dtype": "Weights and activations: bf16, f16, f32 or their long names; auto: the checkpoint's.",
-    "isq": "Quantise while loading: q8_0, q6_k, q5_k, q4_k, q3_k, q2_k, q4_0, q4_1, q5_0, q5_1,"
-    " int8, fp8, or a mix such as q4_k_m.",
-    "kv_cache_dtype": "KV cache: auto, bf16, f16, f32, int8 or fp8.",
-    "max_model_len": "Longest prompt plus output; default: the model's, up to 1048576 and what"
-    " fits.",
-    "max_num_seqs": "Sequences that run together; default: 256, on Apple GPUs 8 to 32 by memory.",
-    "max_num_batched_tokens": "Token budget of a step; default: 2048, with stages 256.",
-    "block_size": "Tokens in a page of the KV cache.",
-    "num_kv_blocks": "Pages in the KV cache; default: from free memory.",
-    "kv_cache_memory_bytes": "Bytes for the KV cache; default: from free memory.",
-    "num_state_slots": "Slots for the states of recurrent layers: one for each sequence that runs,"
-    " others keep the states behind prefixes; default: two for each sequence, if they fit.",
-    "state_snapshot_tokens": "Prompt tokens that a snapshot of such states must save to evict any"
-    " other one; default: as many as take the memory of a slot in the KV cache.",
-    "memory_bytes": "Most memory for weights, buffers and KV cache; default: what --memory-fraction"
-    " says.",
-    "memory_fraction": "Share of the memory that is free at the start (not of all, as in vLLM) for"
-    " weights, buffers and KV cache.",
-    "num_threads": "Compute threads; default: the cores that are really available.",
-    "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
-    " weights and its own cores; needs vllmx[tp].",
-    "pipeline_parallel_size": "Processes that have some of the layers each, and compute as many"
-    " steps at once; with the one above each is so many processes; needs vllmx[tp].",
-    "pipeline_layers": "Layers of each stage, as 10,14; bytes: by bytes of weights; default: by"
-    " what layers take, which is measured when the model is loaded.",
-    "expert_parallel": "Give each of these processes some experts of a layer, whole, in place of a"
-    " part of every one.",
-    "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"
-    " between them; on each runs `vllmx rank`.",
-    "rank_key_file": "File with the key that all these hosts have.",
-    "deterministic": "Equal answers to the last bit whatever --tensor-parallel-size is; some"
-    " percent slower.",
-    "enable_prefix_caching": "Share equal prompt prefixes.",
-    "enable_chunked_prefill": "Split long prompts over steps.",
-    "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",
-    "target_step_ms": "Bound on a step's time while others decode and a prompt comes in; each"
-    " further prompt that waits raises it, up to 8 times; none: no bound.",
-    "async_scheduling": "Prepare the next step while one runs.",
-    "speculate": "Draft tokens that a step verifies together, which changes no answer: ngram"
-    " (repeated text), suffix (that, with recent answers), model:PATH (a smaller model), twin (the"
-    " model in 4 bits), layers:N (its first layers), auto (the best that the model has) or off.",
-    "speculate_tokens": "Draft tokens of a sequence in one step, up to 16; auto: as many as pay.",
-    "step_timeout_s": "Seconds after which a step counts as hung and the engine core is started"
-    " again; 0: never; default: 300, on CPUs 3600.",
-    "enforce_eager": "Run op by op, for debugging.",
-    "max_queue": "Requests that may wait; more get 429.",
-    "max_logprobs": "Greatest logprobs of a request; -1: no limit.",
-    "limit_images": "Images in one request; 0 leaves out the part of the model that sees them.",
-    "max_image_bytes": "Bytes of one image as it is sent.",
-    "max_image_pixels": "Pixels of one image, checked before it is decoded.",
-    "encoder_cache_memory": "Bytes on the device for features of images that may be asked about"
-    " again.",
-    "allowed_media_domains": "HOST or HOST:PORT that images may be fetched from; may be repeated."
-    " Without it requests bring images in data URLs.",
-    "allowed_local_media_path": "Folder whose files requests may name as images.",
-    "seed": "Seed for requests that bring none.",
-    "served_model_name": "Name that clients use.",
-    "tool_parser": "How calls of tools are read: a format of `vllmx parsers`, auto or none.",
-    "reasoning_parser": "How thoughts are told from content: a format, auto or none.",
-    "prefer": "Plugin that serves what another (or vllmx itself) provides too; may be repeated.",
-}
 
 
 def options_of(cls: type[Any], help_texts: Mapping[str, str]) -> Callable[[F], F]:
@@ -252,12 +148,61 @@ def resolve(
     if SERVED_NAME in file:
         file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
     _file_of_model(flags)
+    if "model" in names:
+        file = _with_preset(flags, file, names)
     if "backend" in flags:
         flags["backend"] = device(flags["backend"])
     return tuple(
         resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
         for cls in classes
     )
+
+
+def _with_preset(
+    flags: dict[str, Any], file: Mapping[str, Any], names: Collection[str]
+) -> dict[str, Any]:
+    """The file over the preset that the model's short name leads to, if any; `flags` get the model
+    of the preset. Raises ConfigError for presets with mistakes."""
+    name = flags.get("model") or os.environ.get("VLLMX_MODEL") or file.get("model")
+    if not isinstance(name, str):
+        return dict(file)
+    from vllmx.cli.presets import find_preset, merged
+
+    preset = find_preset(name)
+    if preset is None:
+        return dict(file)
+    settings = {SERVED_NAME: name, **preset.settings, **_ini_settings(preset, names)}
+    flags["model"] = preset.model
+    for given in (flags, file):
+        for key in [key for key in settings if key in given]:
+            settings[key] = merged(key, given[key], settings[key])
+    for key in [key for key in settings if key in flags]:
+        flags[key] = settings[key]
+    return {**file, **settings}
+
+
+def _ini_settings(preset: Preset, names: Collection[str]) -> dict[str, Any]:
+    """Our fields for the flags of llama.cpp in a preset. Raises ConfigError for unknown ones."""
+    if not preset.flags:
+        return {}
+    from vllmx.cli.presets import merged
+
+    theirs = list(every_flag())
+    ours = {field.name.replace("_", "-") for field in dataclasses.fields(EngineConfig)}
+    known = {name.lstrip("-") for flag in theirs for name in flag.names} | ours
+    known |= {name.lstrip("-") for texts in ALIASES.values() for name in texts}
+    of_engine = [flag for flag in theirs if flag.field is None or flag.field in names]
+    found: dict[str, Any] = {}
+    for flags in preset.flags:
+        for key in flags:
+            if key not in known:
+                raise ConfigError(
+                    f"{preset.origin}: {preset.name!r} has the unknown key {key!r}"
+                    f"{nearest(key, known)}; known are the flags of llama.cpp and vllmx"
+                )
+        own = known_keys(flags, names, of_engine, ALIASES, takes_all=True)
+        found |= {key: merged(key, own[key], found.get(key, "{}")) for key in own}
+    return found
 
 
 def config_path(flags: Mapping[str, Any]) -> str | None:

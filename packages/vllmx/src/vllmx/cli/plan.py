@@ -69,6 +69,7 @@ def plan(
     from vllmx_core.plugins.registry import load_registry
     from vllmx_models.formats.header_only import opened_header
 
+    from vllmx.cli.cached import model_of
     from vllmx.sizing.facts import facts_of
     from vllmx.sizing.forecast import Wish, choose, forecast
     from vllmx.sizing.machines import machine
@@ -76,7 +77,7 @@ def plan(
     if on != THIS:
         machine(on)  # report a misspelt name before looking for the model
     registry = load_registry()
-    model = model or EngineConfig().model
+    model = model_of(model or EngineConfig().model)[0]
     with opened_header(registry, model, revision) as header:
         facts = facts_of(header, registry)
     longest = facts.shape.max_model_len

@@ -25,6 +25,11 @@ from vllmx_core.system.progress import show_progress
     " q5_0, q4_1, q4_0, mxfp4_moe, f16, bf16 or f32. Experts in MXFP4 stay so unless the type has"
     " fewer bits.",
 )
+@click.option(
+    "--merge-lora",
+    type=click.Path(path_type=Path),
+    help="A LoRA adapter, a PEFT folder or a GGUF file, to merge into the weights.",
+)
 @click.option("--revision", help="Branch, tag or commit on the hub.")
 @click.option("--threads", "-t", type=click.IntRange(1, 1024), help="Default: the cores at hand.")
 @click.option("--pre", help="The pre-tokenizer's name in llama.cpp, where vllmx cannot tell.")
@@ -35,6 +40,7 @@ def quantize(
     model: str,
     output: Path,
     mix: str,
+    merge_lora: Path | None,
     revision: str | None,
     threads: int | None,
     pre: str | None,
@@ -64,6 +70,7 @@ def quantize(
         mix.lower(),
         threads=threads or available_processors(),
         pre=pre,
+        lora=merge_lora,
         progress=None if quiet else _report,
     )
     found = _figures(summary, time.perf_counter() - start)

@@ -30,12 +30,10 @@ def rank(model: str, listen: str, rank_key_file: str, mmproj: str | None, log_le
         listener: Any = import_module("vllmx_tp.hosted_group")
     except ImportError as error:
         raise ConfigError("vllmx rank needs vllmx-tp: pip install 'vllmx[tp]'") from error
-    hosts, handshake = (import_module(f"vllmx_tp.{name}") for name in ("hosts", "handshake"))
-    key = handshake.read_key(rank_key_file)
-    places = hosts.addresses(listen, "listen")
-    if len(places) != 1:
-        raise ConfigError(
-            f"--listen {listen!r} names {len(places)} addresses: give one", param="listen"
-        )
-    with listener.listen(places[0]) as opened:
+    from vllmx_core.system.greeter import listen as opened_at
+    from vllmx_core.system.greeter import listen_address
+    from vllmx_core.system.handshake import read_key
+
+    key = read_key(rank_key_file)
+    with opened_at(listen_address(listen)) as opened:
         listener.serve_ranks(opened, EngineConfig(model=model, mmproj=mmproj), key)

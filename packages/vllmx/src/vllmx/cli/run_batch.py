@@ -13,7 +13,8 @@ from vllmx_core.system.logs import configure_logging
 from vllmx_core.system.progress import show_progress
 
 from vllmx.cli.command import ModelCommand
-from vllmx.cli.options import FILE, HELP, Shown, log_level_option, options_of, resolve
+from vllmx.cli.flag_texts import HELP
+from vllmx.cli.options import FILE, Shown, log_level_option, options_of, resolve
 from vllmx.cli.quantize import may_replace
 
 if TYPE_CHECKING:

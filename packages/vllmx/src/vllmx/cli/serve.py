@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 HELP = {
+    "lora_root": "Folder below which /v1/load_lora_adapter may read adapters.",
     "host": "Address to listen on; 0.0.0.0 for all (set --api-key then).",
     "port": "Port to listen on; 0 takes a free one.",
     "uds": "Path of a unix socket to listen on instead.",
@@ -88,9 +93,13 @@ HELP = {
     "enable_per_request_metrics": "Say in answers of chats and completions how long they took.",
     "enable_tokenizer_info_endpoint": "Show the tokenizer's configuration and the chat template at"
     " GET /tokenizer_info.",
+    "cached_models": "Without MODEL: list the models in the cache of the Hugging Face hub too, and"
+    " load them on demand.",
     "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",
     "mcp_max_rounds": "Answers of the model in one response, all but the last of which called such"
     " tools.",
+    "apis": "APIs of other servers to serve as well, with commas between them: cohere,"
+    " kserve, llamacpp, ollama, tei.",
     "web": "The web page at /.",
     "otlp_traces_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP); env: as its"
     " variables say.",
@@ -127,12 +136,41 @@ def serve(**flags: Any) -> None:
         logger.warning("--enable-log-requests: this log will hold what clients ask")
     from vllmx_server.host.run import run_server
 
-    try:
-        run_server(
-            engine, server, models=models, on_ready=partial(_announce, server.log_format, stream)
+    on_ready = partial(_announce, server.log_format, stream)
+    if engine.role != "both":
+        raise ConfigError(
+            f"--role {engine.role} is a replica's: give it to `vllmx core`, or leave it out and"
+            " use --prefill-replicas",
+            param="role",
         )
+    try:
+        if engine.ray_address is None:
+            run_server(engine, server, models=models, on_ready=on_ready)
+            return
+        with _on_ray(engine, models) as (engine, models):
+            run_server(engine, server, models=models, on_ready=on_ready)
     finally:
         stream.finish()  # the log comes before an error message
+
+
+@contextmanager
+def _on_ray(
+    engine: EngineConfig, models: list[ModelConfig]
+) -> Iterator[tuple[EngineConfig, list[ModelConfig]]]:
+    """The configuration over replicas that Ray runs, and ends with this context."""
+    if len(models) > 1:
+        raise ConfigError(
+            "--ray-address places replicas of one model: start a server for each model",
+            param="ray_address",
+        )
+    try:
+        placing: Any = import_module("vllmx_ray.placing")
+    except ImportError as error:
+        raise ConfigError(
+            "--ray-address needs vllmx-ray: pip install 'vllmx[ray]'", param="ray_address"
+        ) from error
+    with placing.placed(engine) as placed:
+        yield placed, [replace(model, engine=placed) for model in models]
 
 
 def _warn_of_config(flags: dict[str, Any]) -> None:
@@ -149,6 +187,8 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     entries = file.get("models")
     if entries is None and (not texts or is_one_path(texts)):
         flags["model"] = texts[0] if texts else None
+        if found := _cached_models(flags, file):
+            return found
         names = _names(flags, file)
         if len(names) < 2:
             return []
@@ -170,6 +210,34 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     models = served_models(texts, entries, flags, configured)
     flags |= {"model": models[0].engine.model, "served_model_name": models[0].name}
     return models
+
+
+def _cached_models(flags: dict[str, Any], file: dict[str, Any]) -> list[ModelConfig]:
+    """The demo, and on demand the models in the hub's cache, if nothing names a model."""
+    keys = {key.replace("-", "_") for key in file} & {"model", "served_model_name", "alias"}
+    command = click.get_current_context().command
+    assert isinstance(command, ModelCommand)
+    foreign = [name for name, flag in command.foreign.items() if flag.field == "model"]
+    named = (SERVED_NAME, "model", "model_argument", "file", *foreign)
+    variables = ("VLLMX_MODEL", "VLLMX_SERVED_MODEL_NAME")
+    if keys or any(flags.get(name) for name in named) or any(map(os.environ.get, variables)):
+        return []
+    from vllmx_models.hub_cache import cached_models
+
+    whole = [model for model in cached_models() if model.is_current and not model.fault]
+    if not whole:
+        return []
+    demo, server = resolve((EngineConfig, ServerConfig), dict(flags), None)
+    if not server.cached_models:
+        return []
+    from vllmx_server.host.models.config import ModelConfig
+
+    logger.info("models in the cache, loaded on demand: %s", ", ".join(m.name for m in whole))
+    others = (replace(demo, model=str(m.path), served_model_name=m.name) for m in whole)
+    return [
+        ModelConfig(engine=demo),
+        *(ModelConfig(engine=each, on_demand=True) for each in others),
+    ]
 
 
 def _names(flags: dict[str, Any], file: dict[str, Any]) -> tuple[str, ...]:
@@ -204,7 +272,11 @@ def _announce(
         logger.info("%s: %s/v1", served, url)
         return
     stream.write(f"\n{served}\n  {url}/v1\n\n")
-    if url.startswith("http"):
+    if url.startswith("http") and info.audio_rows:
+        stream.write(
+            f"  curl {url}/v1/audio/transcriptions -F model={name} -F file=@speech.wav\n\n"
+        )
+    elif url.startswith("http"):
         path, fields = _EXAMPLES["generate" if info.pooling is None else info.pooling.tasks[0]]
         stream.write(
             f"  curl {url}{path} -H 'Content-Type: application/json' \\\n"

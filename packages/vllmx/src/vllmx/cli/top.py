@@ -9,14 +9,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-from vllmx_core.errors import ConfigError
+
+from vllmx.cli.running_server import get_from_server
 
 if TYPE_CHECKING:
     from vllmx.live_figures import Figures, Scrape
 
 _HISTORY = 40
 _CLEAR = "\x1b[H\x1b[J"
-_TIMEOUT_S = 10
 
 
 @click.command()
@@ -35,8 +35,6 @@ def top(url: str, api_key: str | None, interval: float, count: int | None, as_js
     """Show what a running server does: requests, tokens a second, latencies, memory."""
     from vllmx.live_figures import figures
 
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url must begin with http:// or https://, got {url!r}", param="url")
     url, screen = url.rstrip("/"), sys.stdout.isatty() and not as_json
     old, done = _look(url, api_key), 0
     rates: list[float] = []
@@ -59,19 +57,10 @@ def top(url: str, api_key: str | None, interval: float, count: int | None, as_js
 
 
 def _look(url: str, api_key: str | None) -> Scrape:
-    from vllmx_core.system.deadline_http import get
-
     from vllmx.live_figures import scrape
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        status, body = get(f"{url}/metrics", headers, _TIMEOUT_S)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no server answers at {url} ({error}): start `vllmx serve`") from None
-    if status != 200:
-        remedy = ": give --api-key" if status in (401, 403) else ""
-        raise ConfigError(f"{url}/metrics answers {status}{remedy}")
-    return scrape(body.decode("utf-8", "replace"), time.monotonic())
+    text = get_from_server(url, "/metrics", api_key).decode("utf-8", "replace")
+    return scrape(text, time.monotonic())
 
 
 def shown(url: str, now: Figures, rates: list[float]) -> str:
@@ -86,9 +75,21 @@ def shown(url: str, now: Figures, rates: list[float]) -> str:
         ("first token", _times(now.first_token_s)),
         ("between tokens", _times(now.between_tokens_s)),
         ("KV cache", f"{_bar(now.kv_share)} {now.kv_share:.0%}"),
-        ("prefix hits", "-" if now.prefix_share is None else f"{now.prefix_share:.0%}"),
+        ("prefix hits", _hits(now)),
+        ("sessions", f"{now.sessions:.0f}"),
     ]
+    for name, one in now.replicas.items():
+        text = f"{one['running']:.0f} running, {one['waiting']:.0f} waiting"
+        rate = f"{one['generated_s']:,.1f} tokens/s"
+        rows.append((f"replica {name}", f"{text}, {rate}, KV {one['kv_share']:.0%}"))
     return "\n".join([url, "", *(f"{name:<16}{text}" for name, text in rows)])
+
+
+def _hits(now: Figures) -> str:
+    if now.prefix_share is None:
+        return "-"
+    below = f", {now.tier_share:.0%} from below the device" if now.tier_share else ""
+    return f"{now.prefix_share:.0%}{below}"
 
 
 def _times(both: tuple[float | None, float | None]) -> str:

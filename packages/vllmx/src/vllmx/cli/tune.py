@@ -20,7 +20,8 @@ from vllmx_core.system.progress import show_progress
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.config_file import read_yaml
 from vllmx.cli.errors import FAILED
-from vllmx.cli.options import ALIASES, config_path, engine_options, resolve
+from vllmx.cli.flag_texts import ALIASES
+from vllmx.cli.options import config_path, engine_options, resolve
 from vllmx.cli.quantize import may_replace
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_CUDA_DEVICE": "number of the GPU of the CUDA backend",
     "VLLMX_CUDA_WGMMA": "prompts by the tensor instructions of Hopper (CUDA): 1 on",
     "VLLMX_CUDA_ONE_SHOT": "sums of ranks through memory that GPUs share (CUDA): 0 never",
+    "VLLMX_RANK_KEY": "the key of hosts with ranks or cores, in place of --rank-key-file",
     "VLLMX_TP_COMPARE": "1: ranks compare the ids that they draw, for debugging",
     "VLLMX_TORCH_DEVICE": "device of the torch backend",
     "VLLMX_METAL_RING": "sums of ranks by MLX's own group (Metal): 0 never",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model, ModelShape, encoder_of
 from vllmx_core.ops.experts import Experts
 from vllmx_core.plugins.checkpoint import Checkpoint, build_model
@@ -18,6 +17,7 @@ from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.header_only import Header, NamedWeights
 from vllmx_models.isq import matrix_types
+from vllmx_models.quantization.bits import stored_bits
 
 Use = Literal["table", "head", "experts", "linear", "tower"]
 FORMS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
@@ -95,18 +95,38 @@ def facts_of(header: Header, registry: Registry) -> Facts:
     """The facts of a model. Raises UnsupportedModelError for an architecture that is not served,
     ConfigError if the header does not show how weights are stored."""
     checkpoint = header.checkpoint
-    model = build_model(registry, checkpoint)
+    model = _Listed(build_model(registry, checkpoint))
     if not header.has_shapes:
         checkpoint = replace(checkpoint, weights=NamedWeights(model))
     stored = Form(STORED, tuple(_stored(header, checkpoint, model)))
     forms = [stored]
     quantised = bool(checkpoint.config.get("quantization_config"))
     if not quantised and stored.bits > 15:
+        firsts = _Listed(model, first_parts=True)  # a form has the types of first parts
         for name in FORMS:
-            kinds = matrix_types(name, checkpoint, model, registry)
+            kinds = matrix_types(name, checkpoint, firsts, registry)
             forms.append(_form(name, model, checkpoint.weights, stored, kinds))
     names = [*architecture_names(checkpoint.config), "unknown"]
     return Facts(names[0], model.shape, _num_layers(model), tuple(forms))
+
+
+class _Listed:
+    """A model whose weight map is made once; those of experts are long."""
+
+    def __init__(self, model: Model, *, first_parts: bool = False) -> None:
+        self._model, self._weights = model, tuple(model.weights())
+        if first_parts:
+            self._weights = tuple(replace(one, parts=one.parts[:1]) for one in self._weights)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._model.shape
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        return self._weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _num_layers(model: Model) -> int:
@@ -117,29 +137,30 @@ def _num_layers(model: Model) -> int:
 def _stored(header: Header, checkpoint: Checkpoint, model: Model) -> Iterator[Matrices]:
     chosen = _chosen(model)
     specs = list(_matrix_specs(model))
-    values = sum(spec.rows * spec.cols * spec.count for spec, _ in specs)
-    same = _bits_for_all(header, checkpoint, values)
+    by_config = _bits(header, checkpoint, (spec for spec, _ in specs))
     for spec, use in specs:
-        kind, bits = ("BF16", same) if same is not None else _kind(spec, checkpoint.weights)
-        if same is not None and same != 16:
-            kind = STORED
+        if by_config is None:
+            kind, bits = _kind(spec, checkpoint.weights)
+        else:
+            bits = by_config(spec)
+            kind = "BF16" if bits == 16 else STORED
         yield Matrices(use, spec.count, spec.rows * spec.cols, kind, bits, chosen.get(spec.name, 0))
 
 
-def _bits_for_all(header: Header, checkpoint: Checkpoint, values: int) -> float | None:
-    """Bits of a number if tensors have no types: by the files' size, or of dense weights."""
+def _bits(
+    header: Header, checkpoint: Checkpoint, specs: Iterable[WeightSpec]
+) -> Callable[[WeightSpec], float] | None:
+    """Bits of a number if tensors have no types: by the files' size or the quantisation's config,
+    or those of dense weights."""
+    quantised = checkpoint.config.get("quantization_config")
     if header.has_shapes:
         return None
-    quantised = checkpoint.config.get("quantization_config")
     if not quantised:
-        return 16.0
+        return lambda spec: 16.0
     if header.stored_bytes is None:
-        raise ConfigError(
-            "config.json says that the weights are quantised and not how many bytes they take: give"
-            " the folder with the weights, or the model's id on the Hugging Face hub",
-            param="model",
-        )
-    return 8 * header.stored_bytes / values
+        return stored_bits(quantised)
+    same = 8 * header.stored_bytes / sum(spec.rows * spec.cols * spec.count for spec in specs)
+    return lambda spec: same
 
 
 def _kind(spec: WeightSpec, source: WeightSource) -> tuple[str, float]:

@@ -120,7 +120,11 @@ def _cache(shape: ModelShape, form: Form, memory: float, wish: Wish) -> CachePla
 def _kv_bytes(shape: ModelShape, tokens: int) -> float:
     """The bytes that a sequence of so many tokens reads in a step, in 16 bits."""
     return sum(
-        2 * kv.num_kv_heads * (kv.head_size + kv.value_size) * min(tokens, kv.window or tokens)
+        2
+        * kv.num_kv_heads
+        * (kv.head_size + kv.value_size)
+        * min(tokens, kv.window or tokens)
+        / kv.ratio
         for kv in shape.kv_specs
     )
 

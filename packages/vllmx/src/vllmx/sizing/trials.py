@@ -111,7 +111,6 @@ def _alone(load: Load) -> list[Streamed]:
 
 
 def trial(rate: float, results: Sequence[Streamed]) -> Trial:
-    """The figures of a trial."""
     good = [result for result in results if result.error is None and result.event_s]
     values: Mapping[str, list[float]] = {
         "ttft": [each.first_token_s for each in good],

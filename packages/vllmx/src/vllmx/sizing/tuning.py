@@ -29,7 +29,7 @@ _HALVINGS = 4
 """The number of lower rates to try before a setting counts as unable to keep the promise."""
 _STEADY = 1.3
 """The factor by which times of the same requests differ on an idle machine."""
-_STEP_MS = 50.0, 200.0
+_STEP_MS = "50", "200"
 _STEP_TOKENS = 512, 4096
 
 
@@ -184,13 +184,9 @@ class Search(MutableRecord):
     def _judged(
         self, measure: Measure, rate: float, first: int, enough: int = 2
     ) -> tuple[bool, Trial]:
-        """Returns whether two of three trials keep the promise at a rate, and one of the majority.
-
-        Args:
-            first: seed of the first trial.
-            enough: 1: one trial that keeps the promise is enough, since the final choice is tried
-                again.
-        """
+        """Returns whether two of three trials at a rate, with seeds from `first` on, keep the
+        promise (with `enough` 1: one, as the final choice is tried again), and one of the
+        majority."""
         found: dict[bool, list[Trial]] = {True: [], False: []}
         needed = {True: enough, False: 2}
         for seed in range(first, first + 3):
@@ -266,7 +262,7 @@ def knobs(
     fewer_threads = {threads - 1, threads // 2} if threads > 1 else set()
     found = [
         _fixed("num_threads", sorted(fewer_threads, reverse=True)),
-        _fixed("target_step_ms", _step_targets(limits)),
+        _fixed("target_itl", _step_targets(limits)),
         Knob("max_num_seqs", _fewer_rows),
         _fixed("max_num_batched_tokens", _STEP_TOKENS),
     ]
@@ -279,10 +275,10 @@ def _fixed(name: str, values: Sequence[Value]) -> Knob:
     return Knob(name, lambda _: values)
 
 
-def _step_targets(limits: Sequence[Limit]) -> Sequence[float]:
+def _step_targets(limits: Sequence[Limit]) -> Sequence[str]:
     """Targets below the limits: a step with a chunk of a prompt delays the tokens of all others."""
     gaps = [limit.seconds * 1e3 for limit in limits if limit.measure in ("itl", "tpot")]
-    return [round(min(gaps) * share, 1) for share in (0.9, 0.5)] if gaps else _STEP_MS
+    return [f"{min(gaps) * share:.1f}" for share in (0.9, 0.5)] if gaps else _STEP_MS
 
 
 def _fewer_rows(best: Outcome) -> Sequence[int]:

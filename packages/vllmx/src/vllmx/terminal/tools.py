@@ -8,12 +8,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.errors import ConfigError, excerpt
-from vllmx_core.sampling import SamplingParams
+
+from vllmx.terminal.rounds import Aside
 
 if TYPE_CHECKING:
-    from vllmx_engine.client.answers import AnswerReaders
-    from vllmx_engine.engine import Engine, TextStream
-    from vllmx_engine.formats.events import ReadAnswer
     from vllmx_engine.wire.outputs import ToolCall
     from vllmx_server.mcp.offered import OfferedTool, ToolResult
     from vllmx_server.mcp.servers import ToolServers
@@ -23,23 +21,19 @@ MAX_TOOLS = 256
 _SHOWN = 300
 
 
-class Aside(str):
-    """A piece that is not part of the answer: a thought, or a call and its result."""
-
-    __slots__ = ()
-
-
 class ChatTools:
     """The tools that the model may call.
 
     Args:
         servers: already started.
-        template_arguments: variables of the chat template.
+
+    Attributes:
+        is_on: False while the user keeps them from the model.
     """
 
-    def __init__(self, servers: ToolServers, template_arguments: dict[str, Any]) -> None:
+    def __init__(self, servers: ToolServers) -> None:
         self._servers = servers
-        self._template_arguments = template_arguments
+        self.is_on = True
 
     def wait(self) -> list[str]:
         """Waits until each server has started or failed; returns a line for each failure. Raises
@@ -55,22 +49,18 @@ class ChatTools:
         faults = {name: self._servers.fault(name) for name in self._servers.names}
         return [f"MCP server {name}: {fault}" for name, fault in faults.items() if fault]
 
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools as templates and APIs have them; empty while they are off."""
+        return [tool.function for tool in self._tools()] if self.is_on else []
+
+    def listed(self) -> str:
+        """A line for each tool."""
+        lines = (f"{tool.name}  {tool.description}" for tool in self._tools())
+        return "\n".join((*lines, "/tools off keeps them from the model" if self.is_on else "off"))
+
     def _tools(self) -> list[OfferedTool]:
         """The tools of all servers that can be called now."""
         return [tool for name in self._servers.names for tool in self._servers.tools(name)]
-
-    def round(
-        self, engine: Engine, messages: list[dict[str, Any]], sampling: dict[str, Any]
-    ) -> Round:
-        """Begins one answer of the model. Raises the engine's refusal."""
-        from vllmx_engine.client.chat import ChatOptions
-
-        functions = [tool.function for tool in self._tools()]
-        prompt = engine.apply_chat_template(messages, tools=functions, **self._template_arguments)
-        params = engine.sampling_params(**sampling)
-        options = ChatOptions(tools=functions, template_kwargs=self._template_arguments)
-        seq_id, _, stream = engine.generate_stream(params, prompt, chat=options)
-        return Round(seq_id, stream, params)
 
     def results(self, calls: list[ToolCall]) -> Iterator[tuple[ToolCall, ToolResult]]:
         """Runs calls concurrently and yields their results. Ctrl-C ends them."""
@@ -91,53 +81,6 @@ class ChatTools:
         finally:
             for result in running:
                 result.cancel()
-
-
-class Round:
-    """One answer of the model: text, perhaps with thoughts before it and calls after it.
-
-    Attributes:
-        found: the parts of the answer so far.
-    """
-
-    def __init__(self, seq_id: int, stream: TextStream, params: SamplingParams) -> None:
-        from vllmx_engine.formats.events import ReadAnswer
-
-        self.seq_id = seq_id
-        self.stream = stream
-        self.params = params
-        self.found: ReadAnswer = ReadAnswer()
-
-    def pieces(self) -> Iterator[str]:
-        """Yields text as it arrives; thoughts are asides."""
-        from vllmx_engine.formats.events import ContentPiece, Event, ReasoningPiece
-
-        readers: AnswerReaders | None = self.stream.readers
-        if readers is None:
-            for piece in self.stream:
-                self.found.add([ContentPiece(piece)])
-                yield piece
-            return
-        reader, is_thinking = readers.reader(), False
-
-        def shown(events: list[Event]) -> Iterator[str]:
-            nonlocal is_thinking
-            self.found.add(events)
-            for event in events:
-                if isinstance(event, ContentPiece):
-                    yield "\n" * is_thinking + event.text
-                    is_thinking = False
-                elif isinstance(event, ReasoningPiece):
-                    yield Aside(event.text)
-                    is_thinking = True
-
-        for piece in self.stream:
-            yield from shown(reader.push(piece))
-        yield from shown(reader.finish(is_cut=self.stream.finish_reason != "stop"))
-
-    def calls(self) -> list[ToolCall]:
-        """Calls that are complete."""
-        return self.found.tool_calls if self.stream.finish_reason == "stop" else []
 
 
 def call_message(content: str, calls: list[ToolCall]) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, ContextLengthError, VllmxError
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.engine import Engine
 
-from vllmx.chat_tools import (
+from vllmx.terminal.attachments import file_part, image_part, url_part
+from vllmx.terminal.rounds import Aside, ChatModel
+from vllmx.terminal.tools import (
     MAX_ROUNDS,
-    Aside,
     ChatTools,
     call_message,
     result_message,
@@ -33,9 +33,17 @@ HELP = """\
 /show                 show the conversation and the parameters
 /save FILE            write the conversation as JSON
 /load FILE            read one
+/image FILE           attach an image to the next question
+/file FILE            attach a text file
+/url URL              attach the text of a web page, or an image
+/tools                list the tools of MCP servers; on, off
+/thoughts             show what the model thought before its last answer
+/speculate DRAFTER    load the model with another drafter: ngram, suffix, twin, auto, off
 /quit                 leave"""
 
 
+COMMANDS = tuple(line.split()[0] for line in HELP.splitlines())
+FILE_COMMANDS = ("/image", "/file", "/save", "/load")
 _KEYS = {"role", "content", "tool_calls", "name", "tool_call_id"}
 """The keys of a message in a file."""
 
@@ -52,16 +60,16 @@ class Conversation:
 
     def __init__(
         self,
-        engine: Engine,
+        model: ChatModel,
         sampling: dict[str, Any],
         system: str | None,
-        template_arguments: dict[str, Any],
         tools: ChatTools | None = None,
     ) -> None:
-        self._engine = engine
+        self._model = model
         self._sampling = {"max_tokens": None, **sampling}
-        self._template_arguments = template_arguments
         self._tools = tools
+        self._attached: list[dict[str, Any]] = []
+        self._thoughts = ""
         self.messages: list[dict[str, Any]] = []
         self.generated_tokens = 0
         self.is_full = False
@@ -72,77 +80,67 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def answer(self, text: str | None) -> Iterator[str]:
-        """Yields the answer to a user's message (None: to the last one again) in pieces. An
-        interrupted answer stays in the history; a failed question does not. Raises
-        ContextLengthError, with advice for making room."""
+        """Yields the answer to a user's message (None: to the last one again) in pieces: in rounds,
+        if the model calls tools and reads their results. An interrupted answer stays in the
+        history; a failed question does not. Raises ContextLengthError, with advice for making
+        room."""
+        attached = self._attached
         if text is not None:
-            self.messages.append({"role": "user", "content": text})
-        if self._tools is not None:
-            yield from self._answer_with_tools(self._tools)
-            return
-        answer: list[str] = []
-        self.generated_tokens = 0
-        self.is_full = False
-        seq_id = None
-        try:
-            prompt = self._engine.apply_chat_template(self.messages, **self._template_arguments)
-            params = self._engine.sampling_params(**self._sampling)
-            seq_id, _, stream = self._engine.generate_stream(params, prompt)
-            for piece in stream:
-                answer.append(piece)
-                self.generated_tokens = len(stream.token_ids)
-                yield piece
-            self.generated_tokens = len(stream.token_ids)
-            self.is_full = stream.finish_reason == "length" and params.max_tokens is None
-        except ContextLengthError as error:
-            raise ContextLengthError(f"{error.message}; {self.MAKE_ROOM}") from None
-        finally:
-            if seq_id is None:
-                self.messages.pop()
-            else:
-                self._engine.cancel(seq_id)
-                self.messages.append({"role": "assistant", "content": "".join(answer)})
-
-    def _answer_with_tools(self, tools: ChatTools) -> Iterator[str]:
-        """Does what `answer` does, in rounds: calls are run, and the model reads their results."""
+            self.messages.append({"role": "user", "content": self._with_attached(text)})
+            self._attached = []
         asked, self.generated_tokens, self.is_full = len(self.messages), 0, False
+        self._thoughts = ""
         try:
             for _ in range(MAX_ROUNDS):
-                before = self.generated_tokens
-                made = tools.round(self._engine, self.messages, self._sampling)
-                calls = []
-                try:
-                    for piece in made.pieces():
-                        self.generated_tokens = before + len(made.stream.token_ids)
-                        yield piece
-                    self.generated_tokens = before + len(made.stream.token_ids)
-                    calls = made.calls()
-                    results = []
-                    for call, result in tools.results(calls):
-                        yield shown_call(call)
-                        yield shown_result(result)
-                        results.append(result_message(call, result))
-                except BaseException:
-                    calls = []  # a chat must not end with a call without a result
-                    raise
-                finally:
-                    self._engine.cancel(made.seq_id)
-                    content = made.found.content
-                    if not calls:
-                        self.messages.append({"role": "assistant", "content": content})
-                if not calls:
-                    is_cut = made.stream.finish_reason == "length"
-                    self.is_full = is_cut and made.params.max_tokens is None
+                if not (yield from self._round()):
                     return
-                self.messages += [call_message(content, calls), *results]
             yield Aside(f"(stopped after {MAX_ROUNDS} rounds of calls)")
             self.messages.append({"role": "assistant", "content": ""})
-        except ContextLengthError as error:
+        except VllmxError as error:
             del self.messages[asked - 1 :]
-            raise ContextLengthError(f"{error.message}; {self.MAKE_ROOM}") from None
-        except VllmxError:
-            del self.messages[asked - 1 :]
+            self._attached = attached
+            if isinstance(error, ContextLengthError):
+                raise ContextLengthError(f"{error.message}; {self.MAKE_ROOM}") from None
             raise
+
+    def _round(self) -> Generator[str, None, bool]:
+        """One answer of the model. Returns True if it called tools, whose results are appended."""
+        before = self.generated_tokens
+        functions = [] if self._tools is None else self._tools.functions()
+        made = self._model.begin(self.messages, self._sampling, functions)
+        calls = []
+        try:
+            for piece in made.pieces():
+                self.generated_tokens = before + made.num_tokens
+                yield piece
+            self.generated_tokens = before + made.num_tokens
+            calls = made.calls() if self._tools is not None else []
+            results = []
+            for call, result in self._tools.results(calls) if self._tools is not None else ():
+                yield shown_call(call)
+                yield shown_result(result)
+                results.append(result_message(call, result))
+        except BaseException:
+            calls = []  # a chat must not end with a call without a result
+            raise
+        finally:
+            made.close()
+            self._thoughts += made.found.reasoning
+            content = made.found.content
+            if not calls:
+                self.messages.append({"role": "assistant", "content": content})
+        if not calls:
+            self.is_full = made.is_cut and self._sampling["max_tokens"] is None
+            return False
+        self.messages += [call_message(content, calls), *results]
+        return True
+
+    def _with_attached(self, text: str) -> str | list[dict[str, Any]]:
+        """The question behind the attached parts; a text if they have no images."""
+        parts = [*self._attached, {"type": "text", "text": text}]
+        if all(part["type"] == "text" for part in parts):
+            return "\n\n".join(part["text"] for part in parts)
+        return parts
 
     def command(self, line: str) -> str | None:
         """Runs a /command and returns what to show; None to leave. Raises ConfigError."""
@@ -160,6 +158,12 @@ class Conversation:
             "show": self._show,
             "save": lambda: self._save(argument),
             "load": lambda: self._load(argument),
+            "image": lambda: self._attach(image_part, argument),
+            "file": lambda: self._attach(file_part, argument),
+            "url": lambda: self._attach(url_part, argument),
+            "tools": lambda: self._set_tools(argument),
+            "thoughts": lambda: self._thoughts or "the last answer had no thoughts",
+            "speculate": lambda: self._model.speculate(argument),
         }
         if name not in commands:
             near = nearest(name, [*commands, "quit"])
@@ -188,6 +192,18 @@ class Conversation:
             raise ConfigError("there is no question to answer again")
         return self.AGAIN
 
+    def _attach(self, make: Callable[[str], dict[str, Any]], argument: str) -> str:
+        self._attached.append(make(argument))
+        return f"{argument} goes with the next question ({len(self._attached)} attached)."
+
+    def _set_tools(self, argument: str) -> str:
+        if self._tools is None:
+            raise ConfigError("no tools: start the chat with --mcp FILE")
+        if argument not in ("", "on", "off"):
+            raise ConfigError(f"say /tools, /tools on or /tools off, not {argument!r}")
+        self._tools.is_on = argument != "off" if argument else self._tools.is_on
+        return self._tools.listed()
+
     def _forget_answer(self) -> None:
         while self.messages and self.messages[-1]["role"] in ("assistant", "tool"):
             self.messages.pop()
@@ -203,7 +219,7 @@ class Conversation:
         else:
             changed[name] = _value(text.strip())
         try:
-            self._engine.sampling_params(**changed)
+            self._model.check(changed)
         except TypeError:
             near = nearest(name, [field.name for field in dataclasses.fields(SamplingParams)])
             raise ConfigError(f"there is no sampling parameter {name!r}{near}") from None
@@ -211,7 +227,7 @@ class Conversation:
         return f"{name} = {changed.get(name)}"
 
     def _show(self) -> str:
-        lines = [f"{message['role']}: {message['content']}" for message in self.messages]
+        lines = [f"{each['role']}: {_plain(each['content'])}" for each in self.messages]
         return "\n".join([*lines, f"parameters: {self._sampling}"])
 
     def _save(self, argument: str) -> str:
@@ -237,6 +253,13 @@ class Conversation:
             raise ConfigError(f"{path} is not a conversation written by /save")
         self.messages = found
         return f"{len(found)} messages read."
+
+
+def _plain(content: Any) -> str:
+    """A message's content for people, without the bytes of images."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part.get("text", "[image]") for part in content)
 
 
 def _path(argument: str) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,17 @@ def save(path: Path, entries: list[str]) -> None:
 
 
 class LineEditor:
-    """Reads lines with editing, a history and bracketed paste, if Python has readline."""
+    """Reads lines with editing, a history, completion and bracketed paste, if Python has readline.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    Args:
+        commands: completed by the tabulator.
+        file_commands: those that take the name of a file.
+    """
+
+    def __init__(
+        self, path: Path | None, commands: Sequence[str] = (), file_commands: Sequence[str] = ()
+    ) -> None:
+        self._path, self._commands, self._file_commands = path, commands, file_commands
         self._new: list[str] = []
         try:
             import readline
@@ -65,11 +74,27 @@ class LineEditor:
         # Python switches bracketed paste off; with it, several pasted lines are one entry.
         readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_auto_history(False)
+        if commands:
+            readline.set_completer(self._completion)
+            readline.set_completer_delims(" \t\n")
+            gnu = "GNU" in (readline.__doc__ or "")
+            readline.parse_and_bind("tab: complete" if gnu else "bind ^I rl_complete")
         for entry in load(path) if path is not None else ():
             readline.add_history(entry)
         self._readline: Any = readline
 
     _readline: Any = None
+
+    def _completion(self, word: str, index: int) -> str | None:
+        """The n-th completion: of a command at a line's begin, of a path behind some commands."""
+        line = self._readline.get_line_buffer()
+        found = list[str]()
+        if word == line and line.startswith("/"):
+            found = [each for each in self._commands if each.startswith(word)]
+        elif line.split(" ")[0] in self._file_commands:
+            pattern = glob.escape(os.path.expanduser(word)) + "*"
+            found = [path + "/" * os.path.isdir(path) for path in sorted(glob.glob(pattern))]
+        return found[index] if index < len(found) else None
 
     def read(self, prompt: str, more: str) -> str:
         """The next entry; a backslash at the end of a line continues it. Raises EOFError."""

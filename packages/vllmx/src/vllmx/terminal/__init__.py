@@ -1,0 +1,1 @@
+"""The conversation of `vllmx chat` and `vllmx run`: engine or server, tools, files, display."""
