@@ -10,6 +10,9 @@ from collections.abc import Iterator
 # turning, would take them half a second for each second of products.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Servers of tests list no models of whoever runs them.
+os.environ.setdefault("VLLMX_CACHED_MODELS", "no")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 import pytest
-from vllmx_engine.link.core_start import ThreadFrontend
+from vllmx_engine.core_start import ThreadFrontend
 from vllmx_engine.wire.ipc import FromCore, Outputs
 from vllmx_engine.wire.outbox import Updates
 

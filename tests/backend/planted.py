@@ -146,6 +146,18 @@ def _scale_of_all_heads(op: Attention, frame: NumpyFrame) -> Any:
 scale_of_all_heads = broken_attention(_scale_of_all_heads)
 
 
+def _unturned_codes(op: Attention, frame: NumpyFrame) -> Any:
+    """q4 of the vectors as they are."""
+    qkv, spec = frame[op.qkv], op.spec
+    heads = qkv.reshape(len(qkv), -1, spec.head_size)
+    turned = kv_quant.rounded(kv_quant.turned(heads[:, spec.num_heads :]), "q4")
+    heads[:, spec.num_heads :] = kv_quant.turned(turned)
+    return attended(op, frame)
+
+
+unturned_codes = broken_attention(_unturned_codes)
+
+
 def with_columns(**changes: Any) -> Change:
     """A sampler that overlooks a column."""
 

@@ -15,7 +15,7 @@ from vllmx_core.ops.recurrence import Recurrence, recurrence
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
-from vllmx_testing.state_checks import CONVS, DELTA, RULES, SSD
+from vllmx_testing.state_checks import CONVS, DELTA, SSD
 
 from .planted import Change, Suite, broken_op, method, op_case
 
@@ -102,6 +102,11 @@ def _first_channel(op: Recurrence, a: Any, b: Any, weights: Any) -> tuple[Any, A
     return np.repeat(a[:, ::size], size, axis=1), b, weights
 
 
+def _first_rate(op: Recurrence, a: Any, b: Any, weights: Any) -> tuple[Any, Any, Any]:
+    size = op.spec.key_size
+    return a, b, replace(weights, a_log=np.repeat(weights.a_log[::size], size))
+
+
 def pooled_as(kind: Any) -> Change:
     return broken_op(Pool, lambda op, frame: replace(op, kind=kind).compute(frame))
 
@@ -111,7 +116,7 @@ def short_conv(features: str) -> Callable[[Suite], None]:
 
 
 def recurrent(rule: str) -> Callable[[Suite], None]:
-    return method("test_recurrence", RULES[rule])
+    return method("test_recurrence", rule)
 
 
 SEGMENTS = "segment_attention: four heads"
@@ -165,6 +170,9 @@ STATES_AND_VECTORS: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     ),
     "one decay for all channels": (
         with_inputs(_first_channel), recurrent("delta, a decay a channel")
+    ),
+    "one rate for all rows of a state": (
+        with_inputs(_first_rate), recurrent("ssd, a decay a channel")
     ),
     "bias of step sizes ignored": (
         with_inputs(lambda op, a, b, weights: (

@@ -43,6 +43,9 @@ QWEN2_MOE: dict[str, Any] = EXPERTS | {
 class Served(ModelSuite):
     """A subclass gives `config`, a tiny one of its architecture."""
 
+    auto_class = "AutoModelForCausalLM"
+    """The class of transformers that knows the model's own."""
+
     def make_model(self, config: dict[str, Any]) -> Model:
         model: Model = REGISTRY.model_for(config).load()(config)
         return model
@@ -62,7 +65,7 @@ class Served(ModelSuite):
         torch.manual_seed(0)
         given = deepcopy(self.config)  # transformers writes into the dictionaries that it is given
         config = transformers.AutoConfig.for_model(**given, attn_implementation="eager")
-        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        model = getattr(transformers, self.auto_class).from_config(config).float().eval()
         for parameter in model.parameters():  # biases start at zero, which would hide them
             torch.nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():  # a part of the checkpoint, starts at one

@@ -7,7 +7,11 @@ import sys
 
 from vllmx_core.plugins.specs import ModelSpec
 
-from . import test_expert_architectures, test_recurrent_architectures
+from . import (
+    test_compressed_architectures,
+    test_expert_architectures,
+    test_recurrent_architectures,
+)
 from .served_models import REGISTRY, SMALL, Served, suites
 
 BY_LAYER_TYPE = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
@@ -23,6 +27,31 @@ class TestMistral(Served):
         "model_type": "mistral",
         "sliding_window": 11,
     }
+
+
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+"""Queries that grow each 16 positions."""
+
+
+class TestMinistral3(Served):
+    config = BY_LAYER_TYPE | {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": 20,
+        "sliding_window": 11,
+        "rope_parameters": GROWING,
+    }
+    bad_configs = ({"rope_parameters": GROWING | {"llama_4_scaling_beta": -1}},)
 
 
 class TestQwen2(Served):
@@ -134,6 +163,41 @@ class TestErnie(Served):
     }
 
 
+class TestExaone4(Served):
+    config = SMALL | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "model_type": "exaone4",
+        "head_dim": 20,
+        "sliding_window": 11,
+        "num_hidden_layers": 4,
+    }
+    bad_configs = ({"sliding_window_pattern": "LX"}, {"sliding_window": 0})
+
+
+class TestStarcoder2(Served):
+    config = SMALL | {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "sliding_window": 11,
+        "norm_epsilon": 1e-5,
+    }
+
+
+class TestHunyuan(Served):
+    config = BY_LAYER_TYPE | {
+        "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 20,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 100.0,
+        },
+    }
+    bad_configs = ({"use_qk_norm": False},)
+
+
 class TestHelium(Served):
     config = SMALL | {
         "architectures": ["HeliumForCausalLM"],
@@ -216,6 +280,91 @@ class TestStableLm(Served):
     }
 
 
+EQUAL_HEADS = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+GPT2 = {
+    **{key: SMALL[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+    "n_embd": 48,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 256,
+}
+"""GPT-2's names of keys."""
+
+
+class TestGPT2(Served):
+    config = GPT2 | {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "scale_attn_by_inverse_layer_idx": True,
+    }
+    bad_configs = ({"add_cross_attention": True}, {"activation_function": "tanh"})
+
+
+class TestGPTNeo(Served):
+    config = EQUAL_HEADS | {
+        "architectures": ["GPTNeoForCausalLM"],
+        "model_type": "gpt_neo",
+        "num_heads": 4,
+        "num_layers": 3,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        "attention_layers": ["global", "local", "local"],
+        "window_size": 11,
+    }
+    bad_configs = ({"attention_layers": ["global"] * 2}, {"attention_layers": None})
+
+
+class TestOPT(Served):
+    config = EQUAL_HEADS | {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "ffn_dim": 72,
+        "word_embed_proj_dim": 48,
+        "pad_token_id": 1,
+    }
+    bad_configs = ({"do_layer_norm_before": False}, {"word_embed_proj_dim": 24})
+
+
+class TestGPTNeoX(Served):
+    config = EQUAL_HEADS | {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "rope_parameters": {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5},
+    }
+
+
+class TestGPTNeoXSequential(Served):
+    config = TestGPTNeoX.config | {"use_parallel_residual": False, "attention_bias": False}
+
+
+class TestGPTJ(Served):
+    config = GPT2 | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "rotary_dim": 6}
+    bad_configs = ({"rotary_dim": 5}, {"rotary_dim": 13})
+
+
+class TestFalcon(Served):
+    """The form of the 7B."""
+
+    config = {key: value for key, value in EQUAL_HEADS.items() if key != "intermediate_size"} | {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+    }
+    bad_configs = ({"alibi": True},)
+
+
+class TestFalconNew(Served):
+    """The form of the 40B."""
+
+    config = TestFalcon.config | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
+
+
+class TestFalcon11B(Served):
+    config = TestFalconNew.config | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80}
+
+
+class TestFalconSequential(Served):
+    config = TestFalcon.config | {"parallel_attn": False, "multi_query": False, "bias": True}
+
+
 def recorded(kind: str) -> set[str]:
     """The architectures that `vllmx models` says this was checked of."""
     specs = [spec for spec in REGISTRY.all(ModelSpec) if kind in spec.checked]
@@ -224,5 +373,10 @@ def recorded(kind: str) -> set[str]:
 
 def test_no_architecture_is_missing() -> None:
     here = sys.modules[__name__]
-    tested = suites(here, test_expert_architectures, test_recurrent_architectures)
+    others = (
+        test_compressed_architectures,
+        test_expert_architectures,
+        test_recurrent_architectures,
+    )
+    tested = suites(here, *others)
     assert {suite.config["architectures"][0] for suite in tested.values()} == recorded("logits")

@@ -16,7 +16,7 @@ from vllmx_testing.harness import load_options
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
-from .test_backends import backend_spec
+from tests.usable_backends import backend_spec
 
 TOKENS = [3, 1, 4]
 

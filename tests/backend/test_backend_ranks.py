@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from vllmx_testing.ranks import ThreadCommunicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
-from .test_backends import backend_spec
+from tests.usable_backends import backend_spec
 
 PATIENCE_S = 300.0
 """After which a test whose ranks wait for each other for ever fails."""
@@ -62,6 +62,9 @@ class _Ranks(Harness):
     def make_backend(self) -> Backend:
         backend: Backend = backend_spec(self.backend).load()()
         return RankedBackend(backend, self.ranks, partial(shared_by, regions=self.regions))
+
+    def with_adapters(self) -> AbstractContextManager[LoadedModel]:
+        pytest.skip("ranks take no adapters")
 
     @contextmanager
     def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:

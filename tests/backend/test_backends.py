@@ -10,28 +10,18 @@ import pytest
 from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.model import Model
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.weights.part import WeightSource
 from vllmx_testing.attention_checks import AttentionChecks
 from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.compressed_checks import CompressedChecks
 from vllmx_testing.harness import Harness
 from vllmx_testing.op_checks import OpChecks
 from vllmx_testing.sampler_checks import SamplerChecks
 from vllmx_testing.step_checks import StepChecks
 
+from tests.usable_backends import backend_spec
+
 REGISTRY: Registry = load_registry()
-
-
-def backend_spec(name: str) -> BackendSpec:
-    """Skips with the reason when it is not installed or cannot run here."""
-    known = {spec.name: spec for spec in REGISTRY.all(BackendSpec)}
-    if name not in known:
-        errors = [p.error for p in REGISTRY.plugins if p.error and p.key.endswith(f":{name}")]
-        pytest.skip(f"backend {name} is not installed {errors or ''}")
-    reason = known[name].unavailable_reason()
-    if reason is not None:
-        pytest.skip(f"backend {name} cannot run here: {reason}")
-    return known[name]
 
 
 class _Named(Harness):
@@ -69,7 +59,7 @@ class TestMetal(_Metal, BackendSuite):
     pass
 
 
-class TestMetalInPieces(_Metal, AttentionChecks, StepChecks):
+class TestMetalInPieces(_Metal, AttentionChecks, CompressedChecks, StepChecks):
     """Steps so small that attention is cut into tiles and batches of rows. What pages hold, ops and
     the sampler know nothing of pieces."""
 
@@ -78,6 +68,7 @@ class TestMetalInPieces(_Metal, AttentionChecks, StepChecks):
         backend_spec("metal").load()
         for name, size in {"TILE_TOKENS": 5, "BATCH_KEYS": 48, "PADDING": 1, "SLACK": 0}.items():
             monkeypatch.setattr(f"vllmx_metal.step.{name}", size)
+        monkeypatch.setattr("vllmx_core.backend_kit.compressed._GATHERED", 40)
 
 
 class _Torch(_Named):
@@ -95,7 +86,9 @@ class TestTorch(_Torch, BackendSuite):
     pass
 
 
-class TestTorchInPieces(_Torch, OpChecks, AttentionChecks, SamplerChecks, StepChecks):
+class TestTorchInPieces(
+    _Torch, OpChecks, AttentionChecks, CompressedChecks, SamplerChecks, StepChecks
+):
     """Steps so small that all that the backend cuts into pieces is cut; codes of the KV cache are
     made and read without knowing of pieces."""
 
@@ -105,6 +98,7 @@ class TestTorchInPieces(_Torch, OpChecks, AttentionChecks, SamplerChecks, StepCh
         for name, size in {
             "vllmx_torch.step.TILE_TOKENS": 5,
             "vllmx_torch.step.BATCH_KEYS": 48,
+            "vllmx_core.backend_kit.compressed._GATHERED": 40,
             "vllmx_core.backend_kit.sampler._CHUNK_VALUES": 300,
             "vllmx_torch.ops._HEAD_VALUES": 100,
             "vllmx_torch.weights._COPY_BYTES": 200,

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import BackendUnavailableError, WeightFormatError
+from vllmx_core.errors import WeightFormatError
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.weights.files import Bytes, WeightFile
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.quantize.convert import quantize
+
+from tests.usable_backends import backend_spec
 
 OPTIONS = LoadOptions(
     max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, num_kv_blocks=16, num_threads=2
@@ -57,10 +59,7 @@ def shrinking(path: Path, after: int) -> Callable[..., Bytes]:
 def test_the_error_names_the_file(
     registry: Registry, path: Path, name: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        spec, _ = registry.choose_backend(name)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    spec = backend_spec(name)
     checkpoint = open_checkpoint(registry, path)
     model, threads = build_model(registry, checkpoint), threading.active_count()
     monkeypatch.setattr(WeightFile, "read", shrinking(path, after))

@@ -178,17 +178,23 @@ class TestCacheSize:
         per_block = self.plan(self.GIB, num_kv_blocks=700).num_bytes // 700
         assert self.plan(self.GIB, kv_cache_memory_bytes=300 * per_block + 1).num_blocks == 300
 
-    @pytest.mark.parametrize("kv", ["int8", "fp8"])
-    def test_codes_take_about_half_of_bf16(self, kv: str) -> None:
-        """One byte for a number and four for a vector, in what is reported and in every message."""
+    @pytest.mark.parametrize(
+        ("kv", "vectors"),
+        [("int8", 2 * (128 + 4)), ("fp8", 2 * (128 + 4)), ("q4", 2 * 68), ("q8,q4", 132 + 68)],
+    )
+    def test_codes_take_a_half_or_a_quarter_of_bf16(self, kv: str, vectors: int) -> None:
+        """A byte or a half for a number and four for a vector, in what is reported and in every
+        message."""
         model, source = attention_model(head_size=128, num_heads=2, num_kv_heads=1)
         memory = {"dtype": "f32", "kv_cache_memory_bytes": 1 << 18}
         infos = [load(model, source, kv_cache_dtype=name, **memory).info for name in ("bf16", kv)]
         per_block = [info.kv_cache_bytes / info.num_kv_blocks for info in infos]
-        assert per_block == [16 * 2 * 2 * 128 * 2, 16 * 2 * 2 * (128 + 4)]
+        needed = 16 * 2 * vectors  # of a block; a sequence needs eight
+        assert per_block == [16 * 2 * 2 * 128 * 2, needed]
         assert [info.num_kv_blocks for info in infos] == [(1 << 18) // int(b) for b in per_block]
-        with pytest.raises(CapacityError, match=r"needs 67584 bytes.*8 blocks.*59136.*to 67584"):
-            load(model, source, kv_cache_dtype=kv, kv_cache_memory_bytes=60000)
+        message = f"{7 * needed} bytes.*7 blocks.*--kv-cache-memory-bytes to {8 * needed}"
+        with pytest.raises(CapacityError, match=message):
+            load(model, source, kv_cache_dtype=kv, kv_cache_memory_bytes=8 * needed - 1)
 
     @pytest.mark.parametrize(
         ("free", "options", "message"),

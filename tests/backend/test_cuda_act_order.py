@@ -16,8 +16,8 @@ from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import split
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
-from vllmx_cuda.matrices.kinds import form_of
 from vllmx_cuda.matrices.pieces import PIECE_BYTES
+from vllmx_cuda.matrices.plan import form_of
 from vllmx_cuda.matrices.w4 import W4
 from vllmx_models.families.qwen import qwen3
 from vllmx_models.quantization.gptq import gptq

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from .served_models import EXPERTS, QWEN2_MOE, SMALL, Served
 
@@ -37,6 +42,26 @@ class TestGptOss(Served):
     bad_configs = ({"hidden_act": "gelu"}, {"num_experts_per_tok": 6}, {"swiglu_limit": 0})
 
 
+class TestPhimoe(Served):
+    """Scores of experts are close to each other, so that several are near the best."""
+
+    config = SMALL | {
+        "architectures": ["PhimoeForCausalLM"],
+        "model_type": "phimoe",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 200,
+    }
+    bad_configs = (
+        {"router_jitter_noise": 0},
+        {"num_experts_per_tok": 7},
+        {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 2.0}},
+    )
+
+
 class TestOlmoe(Served):
     config = SMALL | {
         "architectures": ["OlmoeForCausalLM"],
@@ -44,7 +69,13 @@ class TestOlmoe(Served):
         "num_experts": 5,
         "num_experts_per_tok": 2,
     }
-    bad_configs = ({"clip_qkv": 8.0},)
+    bad_configs = ({"clip_qkv": -8.0},)
+
+
+class TestOlmoeClipped(Served):
+    """The first OLMoE, where the clip reaches many of the numbers."""
+
+    config = TestOlmoe.config | {"clip_qkv": 0.7}
 
 
 class TestGlm4Moe(Served):
@@ -60,6 +91,145 @@ class TestGlm4Moe(Served):
         "use_qk_norm": True,
     }
     bad_configs = ({"n_group": 4}, {"topk_group": 4}, {"num_experts_per_tok": 5})
+
+
+class TestDots1(Served):
+    config = SMALL | {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    bad_configs = ({"n_group": 4}, {"num_experts_per_tok": 5})
+
+
+SHARED_EXPERTS: dict[str, Any] = {
+    **EXPERTS,
+    "head_dim": 16,
+    "num_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+}
+
+
+class TestExaoneMoe(Served):
+    config = (
+        SMALL
+        | SHARED_EXPERTS
+        | {
+            "architectures": ["ExaoneMoeForCausalLM"],
+            "model_type": "exaone_moe",
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+        }
+    )
+    bad_configs = ({"n_group": 4}, {"sliding_window_pattern": 0})
+
+
+class TestHunyuan3(Served):
+    config = (
+        SMALL
+        | SHARED_EXPERTS
+        | {
+            "architectures": ["HYV3ForCausalLM"],
+            "model_type": "hy_v3",
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    )
+    bad_configs = ({"num_experts_per_tok": 7},)
+
+
+class TestHunyuanMoe(Served):
+    config = SMALL | {
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 20,
+        "num_experts": 5,
+        "moe_topk": 2,
+    }
+    bad_configs = ({"moe_topk": 6}, {"moe_intermediate_size": [72, 71]}, {"num_shared_expert": 2})
+
+
+class _Renamed:
+    """GLM-4.5 of transformers, saved under the names of Ling 2, which transformers lacks."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._model(*args, **options)
+
+    def save_pretrained(self, folder: str) -> None:
+        from safetensors.numpy import load_file, save_file
+
+        self._model.save_pretrained(folder)
+        path = Path(folder) / "model.safetensors"
+        tensors = load_file(path)
+        for layer in range(self._model.config.num_hidden_layers):
+            module = f"model.layers.{layer}.self_attn."
+            parts = [tensors.pop(f"{module}{name}_proj.weight") for name in "qkv"]
+            tensors[f"{module}query_key_value.weight"] = np.concatenate(parts)
+        names = {
+            "embed_tokens": "word_embeddings", "self_attn": "attention", "o_proj": "dense",
+            "q_norm": "query_layernorm", "k_norm": "key_layernorm",
+            "e_score_correction_bias": "expert_bias",
+        }  # fmt: skip
+        pattern = re.compile("|".join(names))
+        save_file({pattern.sub(lambda m: names[m[0]], k): v for k, v in tensors.items()}, path)
+
+
+class TestLing2(Served):
+    config = (
+        SMALL
+        | SHARED_EXPERTS
+        | {
+            "architectures": ["BailingMoeV2ForCausalLM"],
+            "model_type": "bailing_moe_v2",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+        }
+    )
+    bad_configs = (
+        {"score_function": "softmax"},
+        {"moe_shared_expert_intermediate_size": 21},
+        {"topk_group": 4},
+    )
+
+    def transformers_model(self) -> Any:
+        renamed = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+        config = {renamed.get(key, key): value for key, value in self.config.items()}
+        rope = {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5}
+        other = {"model_type": "glm4_moe", "use_qk_norm": True, "rope_parameters": rope}
+
+        class Twin(Served):
+            pass
+
+        Twin.config = {**config, **other, "architectures": ["Glm4MoeForCausalLM"]}
+        return _Renamed(Twin().transformers_model())
+
+
+class TestErnieMoe(Served):
+    config = SMALL | {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "num_hidden_layers": 4,
+        "moe_layer_end_index": 2,
+    }
+    bad_configs = ({"moe_k": 6}, {"use_bias": True})
 
 
 class TestGraniteMoe(Served):
@@ -93,6 +263,38 @@ class TestMixtral(Served):
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
     }
+
+
+class TestLlama4(Served):
+    """Chunks end inside of pages and of steps."""
+
+    config = SMALL | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 44,
+        "head_dim": 20,
+        "attention_chunk_size": 11,
+        "floor_scale": 9,
+        "attn_scale": 0.7,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    }
+    bad_configs = (
+        {"num_experts_per_tok": 2},
+        {"attention_chunk_size": 0},
+        {"layer_types": ["sliding_attention"] * 4},
+        {"no_rope_layers": [1, 0]},
+    )
 
 
 LATENT: dict[str, Any] = {
@@ -145,6 +347,31 @@ class TestDeepSeekV3(Served):
     bad_configs = BAD_LATENTS
 
 
+class TestMistral4(Served):
+    auto_class = "AutoModelForImageTextToText"
+    config = (
+        SMALL
+        | LATENT
+        | {
+            "architectures": ["Mistral4ForCausalLM"],
+            "model_type": "mistral4",
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        }
+    )
+    bad_configs = ({"n_group": 5}, {"topk_group": 5})
+
+
 class TestGlm4MoeLite(Served):
     config = (
         SMALL
@@ -157,13 +384,17 @@ class TestGlm4MoeLite(Served):
     )
 
 
-INDEXED: dict[str, Any] = {"index_topk": 192, "index_head_dim": 16, "index_n_heads": 2}
-INDEXER = tuple(
-    f"model.layers.{layer}.self_attn.indexer.{name}"
-    for layer in range(3)
-    for name in ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "wq_b.weight")
+INDEXED: dict[str, Any] = {"index_topk": 11, "index_head_dim": 16, "index_n_heads": 32}
+BAD_INDEXERS = (
+    {"q_lora_rank": None},
+    {"index_topk": 0},
+    {"index_head_dim": 6},
+    {"index_n_heads": "two"},
+    {"indexer_types": ["shared", "full", "full"]},
+    {"indexer_types": ["full", "full"]},
+    {"index_topk_pattern": "FSX"},
+    {"index_topk_freq": 0},
 )
-"""What picks tokens where there are more of them than are served."""
 
 
 class TestDeepSeekV32(Served):
@@ -176,10 +407,11 @@ class TestDeepSeekV32(Served):
             "model_type": "deepseek_v32",
         }
     )
-    unused_tensors = INDEXER
+    bad_configs = BAD_INDEXERS
 
-    def test_is_served_up_to_the_tokens_that_the_indexer_picks(self) -> None:
-        assert self.make_model(dict(self.config)).shape.max_model_len == 192
+    def test_is_served_beyond_the_tokens_that_the_indexer_picks(self) -> None:
+        shape = self.make_model(dict(self.config)).shape
+        assert shape.max_model_len > self.config["index_topk"]
 
 
 class TestGlmMoeDsa(Served):
@@ -190,6 +422,22 @@ class TestGlmMoeDsa(Served):
         | {
             "architectures": ["GlmMoeDsaForCausalLM"],
             "model_type": "glm_moe_dsa",
+            "num_hidden_layers": 4,
+            "index_topk_pattern": "FSFF",
         }
     )
-    unused_tensors = INDEXER
+
+    @pytest.mark.parametrize(
+        ("keys", "own"),
+        [
+            ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSSSF"),
+            ({"indexer_types": ["full", "shared"] * 4}, "FSFSFSF"),
+            ({"index_topk_pattern": "FSSSSSSS", "index_topk_freq": 2}, "FSSSSSS"),
+            ({}, "FFFFFFF"),
+        ],
+    )
+    def test_layers_with_indexers(self, keys: dict[str, Any], own: str) -> None:
+        """As GLM-5.2 states them; an indexer's keys are part of its layer's cache."""
+        config = self.config | {"num_hidden_layers": 7, "index_topk_pattern": None} | keys
+        caches = self.make_model(config).shape.caches
+        assert [16 if one == "F" else 0 for one in own] == [one.value_size for one in caches]

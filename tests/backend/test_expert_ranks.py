@@ -29,8 +29,9 @@ from vllmx_tp import communicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
+from tests.usable_backends import backend_spec
+
 from .served_models import EXPERTS, SMALL
-from .test_backends import backend_spec
 from .test_sharding import CONFIGS, LLAMA, check, of, options
 
 MOE: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from vllmx_core.plugins.registry import load_registry
 from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
 from vllmx_core.weights.tensor import DType, RawTensor
 from vllmx_models.quantization.mxfp4 import mxfp4
-from vllmx_testing.tensor_shapes import tensor_shapes
+from vllmx_testing.model_suite import tensor_shapes
 
 planning = pytest.importorskip("vllmx_cpu.planning")
 packing = pytest.importorskip("vllmx_cpu.packing")

@@ -9,15 +9,24 @@ from vllmx_core.errors import ConfigError
 from vllmx_testing.ranked_backend import RankedBackend
 from vllmx_tp.region import Region
 
-from . import test_architectures, test_expert_architectures, test_recurrent_architectures
+from tests.usable_backends import backend_spec
+
+from . import (
+    test_architectures,
+    test_compressed_architectures,
+    test_expert_architectures,
+    test_recurrent_architectures,
+)
 from .served_models import suites
 from .test_backend_ranks import shared_by
-from .test_backends import backend_spec
 
 SUITES = {
     name.removeprefix("Test"): suite
     for name, suite in suites(
-        test_architectures, test_expert_architectures, test_recurrent_architectures
+        test_architectures,
+        test_compressed_architectures,
+        test_expert_architectures,
+        test_recurrent_architectures,
     ).items()
 }
 RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)}

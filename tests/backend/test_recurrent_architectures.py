@@ -172,6 +172,83 @@ class TestBamba(_Recurrent):
     bad_configs = ({"attn_layer_indices": [4]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 4})
 
 
+class TestFalconH1(_Recurrent):
+    config = SMALL | {
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1",
+        "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2,
+        "mamba_d_state": 12, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "ssm_multipliers": [0.7, 1.3, 0.6, 1.7, 0.9], "mlp_multipliers": [0.6, 1.4],
+        "key_multiplier": 0.4, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2,
+        "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.3,
+    }  # fmt: skip
+    bad_configs = (
+        {"ssm_multipliers": [1.0]},
+        {"mlp_multipliers": [0, 1]},
+        {"projectors_bias": True},
+        {"mamba_n_heads": 7},
+    )
+
+
+class TestFalconH1WithoutNorm(_Recurrent):
+    """The form of the smaller models."""
+
+    config = TestFalconH1.config | {"mamba_rms_norm": False, "ssm_multipliers": None}
+
+
+class TestFalconH1NormFirst(_Recurrent):
+    config = TestFalconH1.config | {"mamba_norm_before_gate": True}
+
+
+class TestJamba(_Recurrent):
+    config = SMALL | {
+        "architectures": ["JambaForCausalLM"], "model_type": "jamba", "num_hidden_layers": 4,
+        "num_experts": 5, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "mamba_d_state": 5, "mamba_dt_rank": 7,
+    }  # fmt: skip
+    bad_configs = (
+        {"attn_layer_offset": 3},
+        {"hidden_act": "gelu"},
+        {"num_experts_per_tok": 6},
+        {"mamba_d_conv": 1},
+    )
+
+
+MAMBA = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+
+
+class TestMamba(_Recurrent):
+    config = MAMBA | {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "num_hidden_layers": 3,
+        "state_size": 5,
+    }
+    bad_configs = ({"hidden_act": "relu"}, {"state_size": 0}, {"time_step_rank": 0})
+
+
+class TestFalconMamba(_Recurrent):
+    config = TestMamba.config | {
+        "architectures": ["FalconMambaForCausalLM"],
+        "model_type": "falcon_mamba",
+        "mixer_rms_eps": 1e-4,
+        "use_bias": True,
+    }
+
+
+class TestMamba2(_Recurrent):
+    config = MAMBA | {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_hidden_layers": 3,
+        "num_heads": 6,
+        "head_dim": 16,
+        "state_size": 12,
+        "n_groups": 2,
+    }
+    bad_configs = ({"num_heads": 5}, {"n_groups": 4}, {"conv_kernel": 1})
+
+
 class TestKimiLinear(_Recurrent):
     config = SMALL | EXPERTS | {
         "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",

@@ -24,6 +24,7 @@ from .test_recurrent_architectures import (
 )
 from .test_recurrent_architectures import TestKimiLinear as KimiLinear
 from .test_recurrent_architectures import TestLfm2 as Lfm2
+from .test_recurrent_architectures import TestMamba as Mamba
 from .test_recurrent_architectures import TestNemotronH as NemotronH
 from .test_recurrent_architectures import TestQwen3Next as Qwen3Next
 from .test_recurrent_architectures import TestQwen35 as Qwen35
@@ -172,6 +173,13 @@ def test_tiled_heads(key_heads: int, count: int) -> None:
     changes = SIX_HEADS | {"linear_num_key_heads": key_heads, "vllmx_tiled_heads": True}
     model, source = of(Qwen35.config | changes)
     check(model, source, count)
+
+
+def test_layers_of_mamba_1_stay_whole() -> None:
+    model, source = of(Mamba.config)
+    whole = ReferenceBackend().load(model, source, options()).info.state_slot_bytes
+    ranks = check(model, source, 2)
+    assert [one.info.state_slot_bytes for one in ranks.ranks] == [whole, whole]
 
 
 def test_one_norm_over_all_groups_keeps_its_layer_whole() -> None:

@@ -71,10 +71,19 @@ def alone(backend: type[Backend], config: dict[str, Any]) -> list[F32]:
 
 
 @pytest.mark.parametrize(
-    "name", ["tied", "TestGemma3", "TestQwen3Next", "TestDeepSeekV3", "TestGptOss", "TestLfm2"]
+    "name",
+    [
+        "tied",
+        "TestGemma3",
+        "TestQwen3Next",
+        "TestDeepSeekV3",
+        "TestGlmMoeDsa",
+        "TestGptOss",
+        "TestLfm2",
+    ],
 )
 def test_two_stages_of_two_ranks_on_the_cpu(name: str) -> None:
-    """Windows, states, latents, experts and tied heads."""
+    """Windows, states, latents, shared indexers, experts and tied heads."""
     found = on_ranks(CpuBackend, CONFIGS[name], 2, 2)
     check(found, on_ranks(CpuBackend, CONFIGS[name], 1, 2))
     check(found, alone(CpuBackend, CONFIGS[name]), 2e-5)

@@ -23,7 +23,12 @@ from vllmx_testing.model_suite import random_weights
 from vllmx_testing.plans import Row, make_plan
 from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
-from . import test_architectures, test_expert_architectures, test_recurrent_architectures
+from . import (
+    test_architectures,
+    test_compressed_architectures,
+    test_expert_architectures,
+    test_recurrent_architectures,
+)
 from .served_models import SMALL, suites
 
 REGISTRY = load_registry()
@@ -32,7 +37,10 @@ LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 CONFIGS: dict[str, dict[str, Any]] = {
     name: suite.config
     for name, suite in suites(
-        test_architectures, test_expert_architectures, test_recurrent_architectures
+        test_architectures,
+        test_compressed_architectures,
+        test_expert_architectures,
+        test_recurrent_architectures,
     ).items()
 } | {"tied": LLAMA | {"tie_word_embeddings": True}}
 UNCUT = {"TestGemma4Shared"}

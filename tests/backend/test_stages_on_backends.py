@@ -90,7 +90,7 @@ def check(
         WINDOWS,
         CONFIGS["tied"],
         *(CONFIGS[name] for name in ("TestQwen3Next", "TestNemotronH", "TestGptOss", "TestLfm2",
-                                     "TestDeepSeekV3", "TestGemma4Experts")),
+                                     "TestDeepSeekV3", "TestDeepseekV4", "TestGemma4Experts")),
     ],
     ids=lambda config: config["model_type"],
 )  # fmt: skip

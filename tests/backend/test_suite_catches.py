@@ -45,6 +45,7 @@ from .planted import (
     sampler,
     scale_of_all_heads,
     ties_to_the_higher,
+    unturned_codes,
     with_cache,
     with_columns,
     with_spec,
@@ -104,6 +105,11 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
             ("int8", "fp8", with_cache("fp8")),
             ("fp8", "int8", with_cache("int8")),
             ("int8", "a scale for a token", scale_of_all_heads),
+            ("q4", "no rounding", with_cache(None)),
+            ("q4", "int8", with_cache("int8")),
+            ("q4", "codes without rotation", unturned_codes),
+            ("q8,q4", "q4", with_cache("q4")),
+            ("q8,q4", "int8", with_cache("int8")),
         )
     },
     "eps ignored": (

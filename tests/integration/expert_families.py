@@ -51,6 +51,17 @@ def gate_and_up(name: str, array: F32) -> Views:
             yield _of_expert(name, expert, "down_proj"), matrix
 
 
+def halves(name: str, array: F32) -> Views:
+    """Llama 4: (X, E, 2F), the columns of gate first, and (X, F, E)."""
+    for expert, values in enumerate(array):
+        rows = values.T
+        if name.endswith(".gate_up_proj"):
+            yield _of_expert(name, expert, "gate_proj"), rows[:INNER]
+            yield _of_expert(name, expert, "up_proj"), rows[INNER:]
+        else:
+            yield _of_expert(name, expert, "down_proj"), rows
+
+
 def turns(name: str, array: F32) -> Views:
     """gpt-oss: (X, E, 2F) whose columns are of gate and up in turns, (X, F, E), and biases."""
     for expert, values in enumerate(array):
@@ -108,7 +119,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32,
     "mamba_expand": 1,
 }  # fmt: skip
-INDEX = {"index_topk": 128, "index_head_dim": 64, "index_n_heads": 2}
+INDEX = {"index_topk": 128, "index_head_dim": 128, "index_n_heads": 8}
 LOCAL, EXPERTS = {"num_local_experts": COUNT}, {"num_experts": COUNT}
 FAMILIES = {
     "qwen2-moe": _family(
@@ -124,6 +135,29 @@ FAMILIES = {
         LATENT | {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
     ),
     "deepseek-v3": _family("deepseek_v3", "DeepseekV3", LATENT | {"n_group": 2, "topk_group": 1}),
+    "mistral4": _family("mistral4", "Mistral4", LATENT),
+    "dots1": _family("dots1", "Dots1", ROUTED),
+    "ernie4.5-moe": _family("ernie4_5_moe", "Ernie4_5_Moe", {"moe_num_experts": COUNT, "moe_k": 2}),
+    "exaone-moe": _family("exaone_moe", "ExaoneMoe", EXPERTS | {"sliding_window": 16}),
+    "hunyuan-moe": _family(
+        "hunyuan_v1_moe", "HunYuanMoEV1", EXPERTS | {"moe_topk": 2},
+        dense=r"lm_head|embed|norm|[.]wg$",
+    ),
+    "hunyuan3": _family("hy_v3", "HYV3", EXPERTS),
+    "phi-moe": _family("phimoe", "Phimoe", LOCAL | {"router_jitter_noise": 0.3}),
+    "jamba": _family(
+        "jamba", "Jamba",
+        EXPERTS | {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
+            "expert_layer_offset": 0, "mamba_d_state": 32, "mamba_dt_rank": 32, "mamba_expand": 1,
+        },
+        dense=r"lm_head|embed|norm|router$|conv|x_proj|dt_proj",
+    ),
+    "ling2": _family("bailing_moe_v2", "BailingMoeV2", EXPERTS),
+    "llama4": _family(
+        "llama4_text", "Llama4",
+        LOCAL | {"num_experts_per_tok": 1, "intermediate_size_mlp": 128}, experts=halves,
+    ),
     "glm-4.7-flash": _family("glm4_moe_lite", "Glm4MoeLite", LATENT),
     "granite-moe": _family(
         "granitemoe", "GraniteMoe", LOCAL | {"attention_multiplier": 0.2}, experts=in_a_list

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -30,6 +31,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from vllmx_engine.images.processor import levels_of
 from vllmx_models.blocks.tower import merge_order
@@ -158,6 +161,27 @@ def gemma3() -> Any:
     return _random(Gemma3ForConditionalGeneration, config)
 
 
+def idefics3(kind: Any = Idefics3ForConditionalGeneration, config: Any = Idefics3Config) -> Any:
+    """A piece of an image is 6 x 6 patches, a token 2 x 2 of them."""
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "patch_size": 4,
+        "num_attention_heads": 2,
+        "image_size": 24,
+    }
+    text = _TEXT | {"model_type": "llama"}
+    made = config(
+        text_config=text,
+        vision_config=tower,
+        scale_factor=2,
+        image_token_id=PAD,
+        tie_word_embeddings=False,
+    )
+    return _random(kind, made)
+
+
 def gemma4(*, clipped: bool = False) -> Any:
     """Images see both ways in every other layer; the last two layers share their pages. Clipped:
     what goes into and out of the tower's matrices is held between bounds, each its own."""
@@ -276,7 +300,7 @@ class Family:
     make: Callable[[], Any]
     spans: int = 0
     """Most tokens of an image, where they see each other both ways."""
-    form: Literal["qwen", "square", "gemma4"] = "qwen"
+    form: Literal["qwen", "square", "pieces", "gemma4"] = "qwen"
     types: str = "mm_token_type_ids"
 
     def image(self, rows: int, columns: int, seed: int) -> Image:
@@ -284,8 +308,8 @@ class Family:
         random, width = np.random.default_rng(seed), 3 * 4 * 4
         if self.form == "qwen":
             width *= 2
-        elif self.form == "square":
-            rows = columns = 2 * math.isqrt(self.spans)
+        elif self.form != "gemma4":
+            rows = columns = 6
         return LEVELS[0][random.integers(0, 256, (rows * columns, width))], (1, rows, columns)
 
     def given(self, images: list[Image]) -> dict[str, Any]:
@@ -298,16 +322,17 @@ class Family:
         if self.form == "qwen":
             grids = torch.tensor([grid for _, grid in images])
             return {"pixel_values": patches, "image_grid_thw": grids}
-        side = math.isqrt(self.spans)
-        cut = patches.reshape(len(images), side, side, 2, 2, 3, 4, 4)
-        cut = cut.permute(0, 5, 1, 3, 6, 2, 4, 7)
-        return {"pixel_values": cut.reshape(len(images), 3, 8 * side, 8 * side)}
+        cut = patches.reshape(len(images), 3, 3, 2, 2, 3, 4, 4)
+        pixels = cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(len(images), 3, 24, 24)
+        return {"pixel_values": pixels if self.form == "square" else pixels[None]}
 
     @torch.inference_mode()
     def logits(self, model: Any, ids: list[int], images: list[Image]) -> np.ndarray:
         """(T, V) by transformers."""
         tokens = torch.tensor([ids])
-        given = {"input_ids": tokens, self.types: (tokens == PAD).int(), **self.given(images)}
+        given = {"input_ids": tokens, **self.given(images)}
+        if self.form != "pieces":
+            given[self.types] = (tokens == PAD).int()
         model.model.rope_deltas = None
         found: np.ndarray = model(**given).logits[0].numpy()
         return found
@@ -336,6 +361,10 @@ FAMILIES = {
     "qwen3_5_moe": Family(qwen3_5_moe),
     "gemma3": Family(gemma3, 9, "square", "token_type_ids"),
     "gemma4": Family(gemma4, 16, "gemma4"),
+    "idefics3": Family(idefics3, form="pieces"),
+    "smolvlm": Family(
+        partial(idefics3, SmolVLMForConditionalGeneration, SmolVLMConfig), form="pieces"
+    ),
 }
 VARIANTS = {"gemma4, clipped": Family(partial(gemma4, clipped=True), 16, "gemma4")}
 """Of these families."""

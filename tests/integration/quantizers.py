@@ -130,20 +130,31 @@ def mlx_affine(weight: Array, *, bits: int, group_size: int) -> Quantised:
 
 
 def nvfp4(weight: Array) -> Quantised:
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    values = np.concatenate([values, -values])
     blocks = weight.reshape(len(weight), -1, 16)
     whole = np.float32(np.abs(weight).max() / (6 * 448))
     scale = (np.abs(blocks).max(2) / 6 / whole).astype(ml_dtypes.float8_e4m3fn)
     wide = scale.astype(np.float32) * whole
-    ratio = blocks / np.maximum(wide, 1e-12)[..., None]
-    codes = np.abs(ratio[..., None] - values).argmin(-1).reshape(weight.shape)
-    tensors = {
-        "weight": (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8),
-        "weight_scale": scale,
-        "weight_scale_2": np.array(whole),
-    }
-    return tensors, values[codes] * np.repeat(wide, 16, axis=1)
+    packed, values = _e2m1(blocks / np.maximum(wide, 1e-12)[..., None])
+    tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": np.array(whole)}
+    return tensors, values * np.repeat(wide, 16, axis=1)
+
+
+def mxfp4(weight: Array) -> Quantised:
+    """As DeepSeek names the tensors and their types."""
+    blocks = weight.reshape(len(weight), -1, 32)
+    exponent = np.ceil(np.log2(np.abs(blocks).max(2) / 6))
+    scale = np.exp2(exponent).astype(np.float32)
+    packed, values = _e2m1(blocks / scale[..., None])
+    tensors = {"weight": packed.view(np.int8), "scale": scale.astype(ml_dtypes.float8_e8m0fnu)}
+    return tensors, values * np.repeat(scale, 32, axis=1)
+
+
+def _e2m1(ratio: Array) -> tuple[Array, Array]:
+    """The nearest codes (rows, cols / 2) of (rows, groups, group) values, and what they mean."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([values, -values])
+    codes = np.abs(ratio[..., None] - values).argmin(-1).reshape(len(ratio), -1)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8), values[codes]
 
 
 def ct_config(weights: Mapping[str, Any], activations: Any = None) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.plugins.registry import load_registry
+
+from tests.usable_backends import backend_spec
 
 from .test_quantised_experts import write
 
 BLOCK, CHUNK, WINDOW = 16, 32, 21
 NARROW = 5
 """A window within a block."""
-ONE_WINDOW = ("mixtral", "phi3")
+ONE_WINDOW = ("mixtral", "phi3", "phi-moe")
 """Families all of whose layers have it: a row's blocks are few."""
 SMALL: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -31,7 +31,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 8,
     "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "head_dim": None,
 }  # fmt: skip
-INDEXED = LATENT | {"index_topk": 256, "index_head_dim": 16, "index_n_heads": 2}
+INDEXED = LATENT | {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 32}
 BOTH = ["sliding_attention", "full_attention"]
 ROTATION = {"rope_type": "default", "rope_theta": 1e4}
 HALF = {"rope_theta": None, "rope_parameters": ROTATION | {"partial_rotary_factor": 0.5}}
@@ -48,6 +48,16 @@ GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": [*BOTH, *BOTH],
 }
+GPT2: dict[str, Any] = {
+    "n_embd": 48,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 256,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "intermediate_size": None,
+}
+"""Sizes by GPT-2's names of keys; heads are equal."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-moe": EXPERTS | {
         "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 20,
@@ -111,6 +121,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "glm4": {"architectures": ["Glm4ForCausalLM"]},
+    "gpt2": GPT2 | {"architectures": ["GPT2LMHeadModel"]},
+    "opt": GPT2 | {"architectures": ["OPTForCausalLM"], "ffn_dim": 64, "word_embed_proj_dim": 48},
+    "gpt-neo": GPT2 | {
+        "architectures": ["GPTNeoForCausalLM"], "num_heads": 4, "num_layers": 3,
+        "window_size": WINDOW, "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        "attention_layers": ["global", "local", "local"],
+    },
+    "gpt-neox": GPT2 | HALF | {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 64},
+    "gptj": GPT2 | {"architectures": ["GPTJForCausalLM"], "rotary_dim": 8},
+    "falcon": GPT2 | {"architectures": ["FalconForCausalLM"]},
+    "phi-moe": {
+        "architectures": ["PhimoeForCausalLM"], "head_dim": None, "num_local_experts": 5,
+        "router_jitter_noise": 0.3, "sliding_window": WINDOW,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64, "num_hidden_layers": 4,
+        "attention_chunk_size": WINDOW, "floor_scale": 9, "attn_scale": 0.7,
+    },
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = [
@@ -121,10 +150,7 @@ PROMPTS = [
 
 @pytest.fixture(autouse=True)
 def _backend() -> None:
-    try:
-        load_registry().choose_backend("cpu")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec("cpu")
 
 
 def load(folder: Path, **config: Any) -> LLM:
@@ -193,3 +219,15 @@ def test_transformers_takes_the_same_ids(family: tuple[str, Path], alone: list[l
         np.testing.assert_array_equal(logits.argmax(-1)[clear], np.array(ids)[clear])
         checked += clear.sum()
     assert checked > 200
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma3", "llama4"], indirect=True)
+def test_a_twin_drafts_on_the_pages_of_windows(
+    family: tuple[str, Path], alone: list[list[int]]
+) -> None:
+    """It is nearly the model, and so are its drafts."""
+    whole = {"num_kv_blocks": 256, "speculate": "twin", "speculate_tokens": "3"}
+    with load(family[1], max_num_seqs=4, **whole) as llm:
+        assert answers(llm, PROMPTS)[0] == alone
+        stats = llm.stats()
+    assert stats.num_accepted_tokens > 0.6 * stats.num_draft_tokens > 60

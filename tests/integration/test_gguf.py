@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, Message, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, ModelNotFoundError
+from vllmx_core.errors import ModelNotFoundError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
 from vllmx_engine.core.found_model import find_model
 
+from tests.usable_backends import backend_spec
 from tests.waiting import PATIENCE_S
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
@@ -31,10 +32,7 @@ QUESTION = [Message("user", "What is the capital of France?")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _backend() -> None:
-    try:
-        load_registry().choose_backend()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec()
 
 
 @pytest.fixture(scope="module")

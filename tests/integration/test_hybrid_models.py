@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, ConfigError
-from vllmx_core.plugins.registry import load_registry
+from vllmx_core.errors import ConfigError
 from vllmx_demo.source import MODEL_FOLDER
 
 from tests.partly_wrong import PartlyWrong
+from tests.usable_backends import backend_spec
 
 from ..backend import test_recurrent_architectures as suites  # noqa: TID252 - no package to name
 
@@ -33,6 +33,10 @@ MODELS = [
     suites.TestGraniteMoeHybrid,
     suites.TestBamba,
     suites.TestKimiLinear,
+    suites.TestJamba,
+    suites.TestMamba,
+    suites.TestFalconMamba,
+    suites.TestMamba2,
 ]
 VOCAB_SIZE, LENGTH, BLOCK = 4096, 64, 16
 PROMPTS = [np.random.default_rng(size).integers(3, 4096, size).tolist() for size in (37, 13, 50)]
@@ -77,10 +81,7 @@ class Saved:
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda suite: suite.__name__[4:])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    try:
-        load_registry().choose_backend("cpu")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec("cpu")
     config = request.param.config | {"vocab_size": VOCAB_SIZE}
     twin = type("Twin", (request.param,), {"config": config})().transformers_model()
     folder = tmp_path_factory.mktemp("hybrid")

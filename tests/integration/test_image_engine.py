@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import InvalidRequestError, UnsupportedOpError
-from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.model import heads_of
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
+from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
@@ -20,6 +24,7 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.llm import LLM
 from vllmx_engine.wire.images import PreparedImage
+from vllmx_testing.model_suite import random_weights
 
 from ..null.images.pictures import (  # noqa: TID252 - no package to name
     data_url,
@@ -164,7 +169,7 @@ def test_answers(
 ) -> None:
     budget = max(budget, family.spans)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": min(budget - family.spans + 1, 4)}
-    engine = InlineEngine(config(folder, backend=backend, target_step_ms=None, **options))
+    engine = InlineEngine(config(folder, backend=backend, target_itl="none", **options))
     try:
         passes = Passes(engine, monkeypatch)
         made = []
@@ -271,46 +276,6 @@ def test_ranks_have_the_tower_whole(
         engine.close()
 
 
-def test_stages_serve_the_text_and_say_so(
-    other: Any, other_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = replace(config(other_folder, backend="cpu"), pipeline_parallel_size=2, num_threads=2)
-    with caplog.at_level("WARNING", "vllmx"):
-        engine = InlineEngine(options)
-    try:
-        assert [one for one in caplog.messages if "has no passes of towers" in one]
-        assert not engine.info.takes_images
-        ids = prompt([])[0]
-        (found,) = run(engine, request(engine, ids, [], []))
-        check(OTHER, other, ids, [], found.outputs[0].token_ids)
-    finally:
-        engine.close()
-
-
-def test_ranks_whose_backend_has_no_towers_serve_the_text(
-    other: Any, other_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them: the others are started again without what the first one could not do."""
-    load = ReferenceBackend.load
-
-    def lacking(self: Any, model: Any, *rest: Any) -> Any:
-        if model.encoder is not None:
-            raise UnsupportedOpError("no such op")
-        return load(self, model, *rest)
-
-    monkeypatch.setattr(ReferenceBackend, "load", lacking)
-    engine = InlineEngine(
-        replace(config(other_folder, backend="numpy"), tensor_parallel_size=2, num_threads=2)
-    )
-    try:
-        assert not engine.info.takes_images
-        ids = prompt([])[0]
-        (found,) = run(engine, request(engine, ids, [], []))
-        check(OTHER, other, ids, [], found.outputs[0].token_ids)
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_a_step_must_hold_an_image_whose_tokens_see_each_other(
     family: Family, folder: Path
@@ -341,6 +306,34 @@ def test_drafts_leave_room_for_an_image_whose_tokens_see_each_other(
         engine.run([engine.submit(request(engine, *prompt(images), images))])
         assert not any(text.output().outputs[0].finish_reason for text in texts)
         assert engine._core.stats().num_draft_tokens > 100
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize("backend", ["cpu", "torch", "metal"])
+def test_heads_draft_behind_images(
+    family: Family, oracle: Any, folder: Path, tmp_path: Path, backend: str
+) -> None:
+    """The rotations of a layer of multi-token prediction have the axes of the others."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    checkpoint = open_checkpoint(load_registry(), folder)
+    heads = heads_of(build_model(load_registry(), checkpoint))
+    checkpoint.weights.close()
+    assert heads is not None
+    source = random_weights(heads)
+    own = [name for name in source.names() if name.startswith("mtp.")]
+    tensors = {name: source.part(name).dequantize() for name in own}
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+    drafting = {"speculate": "heads", "speculate_tokens": "3", "max_num_batched_tokens": 17}
+    engine = InlineEngine(config(tmp_path, backend=backend, **drafting))
+    try:
+        images = [family.image(4, 6, 0), family.image(8, 2, 1)]
+        ids, starts = prompt(images)
+        for output in run(engine, *(request(engine, ids, starts, images) for _ in range(2))):
+            check(family, oracle, ids, images, output.outputs[0].token_ids)
+        assert engine._core.stats().num_draft_tokens > 0
     finally:
         engine.close()
 
@@ -383,56 +376,6 @@ def test_features_are_made_again_once_others_needed_their_rows(
         ]
         for output, (ids, _), seed in zip(run(engine, *made), both, (7, 8), strict=True):
             check(OTHER, other, ids, [OTHER.image(16, 18, seed)], output.outputs[0].token_ids)
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("wrong", ["start", "count", "grid", "bytes", "levels", "order"])
-def test_images_that_do_not_fit_their_prompt(other_folder: Path, wrong: str) -> None:
-    engine = InlineEngine(config(other_folder, backend="numpy"))
-    try:
-        images = [OTHER.image(2, 2, 0), OTHER.image(2, 2, 1)]
-        ids, starts = prompt(images)
-        made = request(engine, ids, starts, images)
-        first, second = made.core[0].images
-        change: dict[str, Any] = {
-            "start": {"start": 200},
-            "count": {"num_tokens": 2},
-            "grid": {"grid": (1, 2, 3)},
-            "bytes": {"patches": first.patches[:-4]},
-            "levels": {"levels": b""},
-            "order": {"start": 50},
-        }[wrong]
-        broken = [msgspec.structs.replace(first, **change), second]
-        core = [msgspec.structs.replace(one, images=broken) for one in made.core]
-        state = engine.submit(replace(made, core=core))
-        engine.run([state])
-        assert "image" in str(state.error)
-        assert np.isfinite(len(run(engine, made)))
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "the backend has no towers"])
-def test_text_alone(
-    other: Any, other_folder: Path, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = ReferenceBackend.load
-
-    def lacking(self: Any, model: Any, *rest: Any) -> Any:
-        if model.encoder is not None:
-            raise UnsupportedOpError("no such op")
-        return load(self, model, *rest)
-
-    monkeypatch.setattr(ReferenceBackend, "load", lacking)
-    options = {"limit_images": 0} if asked else {}
-    engine = InlineEngine(config(other_folder, backend="numpy", **options))
-    try:
-        assert not engine.info.takes_images
-        ids = prompt([])[0]
-        check(
-            OTHER, other, ids, [], run(engine, request(engine, ids, [], []))[0].outputs[0].token_ids
-        )
     finally:
         engine.close()
 

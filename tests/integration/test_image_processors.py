@@ -45,7 +45,7 @@ def processor(folder: Path, config: dict[str, Any]) -> ImageProcessor:
 
 def prepared(processor: ImageProcessor, image: Image.Image) -> PreparedImage:
     fit = processor.fit(image.height, image.width, "here")
-    found = processor.prepare(np.asarray(image), fit)
+    (found,) = processor.prepare(np.asarray(image), fit)
     assert (found.grid, found.num_tokens) == (fit.grid, fit.num_tokens)
     assert found.patches.nbytes == fit.num_bytes
     return found
@@ -105,6 +105,42 @@ def test_gemma4(tmp_path: Path) -> None:
         pixels = pixels.reshape(tall // 3, 3, wide // 3, 3, 16, 16, 3)
         cut = 2 * (pixels.transpose(0, 2, 1, 3, 6, 4, 5).reshape(values.shape) - np.float32(0.5))
         np.testing.assert_array_equal(values, cut)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", ["Idefics3ImageProcessor", "SmolVLMImageProcessorFast"])
+def test_pieces(tmp_path: Path, kind: str, splits: bool) -> None:
+    """Pixels of all pieces, and the text that stands for them."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    config = {
+        "image_processor_type": kind,
+        "size": {"longest_edge": 250},
+        "max_image_size": {"longest_edge": 96},
+        "do_image_splitting": splits,
+    }
+    tower = {"vision_config": {"patch_size": 16}, "scale_factor": 3}
+    (tmp_path / "config.json").write_text(json.dumps(tower))
+    ours, theirs = processor(tmp_path, config), Idefics3ImageProcessorPil.from_dict(config)
+    for size in [*SIZES, (400, 399)]:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np", return_row_col_info=True)
+        fit = ours.fit(image.height, image.width, "here")
+        found = ours.prepare(np.asarray(image), fit)
+        rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
+        assert (fit.pieces or (0, 0)) == (rows, columns)
+        assert ours.written(fit) == get_image_prompt_string(
+            rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>"
+        )
+        assert len(found) == len(wanted["pixel_values"][0]) == len(fit.runs)
+        assert sum(one.num_tokens for one in found) == fit.num_tokens
+        assert sum(one.patches.nbytes for one in found) == fit.num_bytes
+        for mine, pixels in zip(found, wanted["pixel_values"][0], strict=True):
+            cut = pixels.reshape(3, 2, 3, 16, 2, 3, 16).transpose(1, 4, 2, 5, 0, 3, 6)
+            np.testing.assert_array_equal(
+                normalised(mine.patches, mine.levels), cut.reshape(36, -1)
+            )
 
 
 def test_digests_tell_pixels_and_sizes_apart(tmp_path: Path) -> None:

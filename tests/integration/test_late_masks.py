@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
-from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_testing.state_checks import recurrent_model
 
 from tests.held_masks import late_now_and_then
 from tests.null.engine.grammar_driver import regex, vocabulary
+from tests.usable_backends import backend_spec
 
 from .test_recurrent_engine import PROMPTS, VOCAB, Engine
 
@@ -40,10 +40,7 @@ FORMS = (
 
 @pytest.fixture(autouse=True)
 def needs_the_cpu_backend() -> None:
-    try:
-        load_registry().choose_backend("cpu")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec("cpu")
 
 
 def answers(llm: LLM) -> list[Any]:

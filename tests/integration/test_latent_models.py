@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, ConfigError
+from vllmx_core.errors import ConfigError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_testing.model_suite import random_weights
+
+from tests.usable_backends import backend_spec
 
 from . import quantizers
 
@@ -34,9 +36,9 @@ PROMPT = [int(token) for token in np.random.default_rng(1).integers(10, VOCAB, 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-def tensors() -> dict[str, Any]:
+def tensors(config: dict[str, Any] = CONFIG) -> dict[str, Any]:
     """Random weights; the stream begins with values of the size of what the layers add."""
-    source = random_weights(load_registry().model_for(CONFIG).load()(CONFIG))
+    source = random_weights(load_registry().model_for(config).load()(config))
     return {
         name: source.part(name).dequantize() * (20 if "embed_tokens" in name else 1)
         for name in source.names()
@@ -59,10 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["numpy", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    try:
-        load_registry().choose_backend(request.param)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec(request.param)
     return str(request.param)
 
 
@@ -109,14 +108,41 @@ def test_latents_in_eight_bits_are_refused(folder: Path, backend: str, dtype: st
         load(folder, backend, kv_cache_dtype=dtype, num_kv_blocks=64)
 
 
-def test_sparse_attention_ends_where_it_begins_to_pick(tmp_path: Path, backend: str) -> None:
-    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 96}
-    folder = write(tmp_path / "sparse", tensors(), CONFIG | sparse)
-    with load(folder, backend, num_kv_blocks=64) as llm:
-        (output,) = llm.generate([PROMPT[:60]], SamplingParams(max_tokens=90, ignore_eos=True))
-        assert len(output.outputs[0].token_ids) == 36
-    with pytest.raises(ConfigError, match="--max-model-len 128 is more than the 96 tokens"):
-        load(folder, backend, num_kv_blocks=64, max_model_len=128)
+SPARSE = {
+    "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 40, "index_n_heads": 32,
+    "index_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = CONFIG | SPARSE
+    return write(tmp_path_factory.mktemp("sparse") / "model", tensors(config), config)
+
+
+def test_sparse_attention_with_prefixes_and_preemption(sparse: Path, backend: str) -> None:
+    """Beyond the tokens that are picked; cached keys of indexers are those of the prefix."""
+    prompts = [PROMPT[:200], [*PROMPT[:120], 7, 8, 9], PROMPT[50:80]]
+    with load(sparse, backend, num_kv_blocks=200, enable_prefix_caching=False) as llm:
+        expected = [llm.generate([prompt], GREEDY)[0].outputs for prompt in prompts]
+        assert [output.outputs for output in llm.generate(prompts, GREEDY)] == expected
+    with load(sparse, backend, num_kv_blocks=19, max_model_len=256, max_num_seqs=3) as llm:
+        one, other = (llm.generate([prompt], GREEDY)[0] for prompt in prompts[:2])
+        again = llm.generate(prompts, GREEDY)
+        assert llm._engine._core.stats().num_preemptions > 0
+    assert [one.outputs, other.outputs] == expected[:2]
+    assert other.num_cached_tokens == 112
+    assert [output.outputs for output in again] == expected
+
+
+def test_sparse_attention_is_not_full_attention(sparse: Path, backend: str, tmp_path: Path) -> None:
+    full = write(tmp_path / "full", tensors(CONFIG | SPARSE), CONFIG | SPARSE | {"index_topk": 300})
+    answers = []
+    for folder in (sparse, full):
+        with load(folder, backend, num_kv_blocks=64) as llm:
+            (output,) = llm.generate([PROMPT], GREEDY)
+            answers.append(output.outputs[0].token_ids)
+    assert answers[0] != answers[1]
 
 
 def logprobs(model: Path, backend: str, **options: Any) -> dict[int, float]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, PluginError
-from vllmx_core.plugins.registry import load_registry
+
+from tests.usable_backends import backend_spec
 
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
 CONFIG: dict[str, Any] = {
@@ -23,10 +23,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(params=["torch", "metal"])
 def backend(request: pytest.FixtureRequest) -> str:
     for name in (request.param, "cpu"):
-        try:
-            load_registry().choose_backend(name)
-        except (BackendUnavailableError, PluginError) as error:
-            pytest.skip(str(error))
+        backend_spec(name)
     return str(request.param)
 
 

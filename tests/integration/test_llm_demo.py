@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, Engine, EngineConfig, Message, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, EngineDeadError, InvalidRequestError
-from vllmx_core.plugins.registry import load_registry
+from vllmx_core.errors import EngineDeadError, InvalidRequestError
 from vllmx_engine.link.process_frontend import ProcessFrontend
 
+from tests.usable_backends import backend_spec
 from tests.waiting import wait_until
 
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
@@ -28,10 +28,7 @@ QUESTION = [Message("user", "What is the capital of France?")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _backend() -> None:
-    try:
-        load_registry().choose_backend()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +112,7 @@ def test_batch_equals_one_at_a_time(llm: LLM) -> None:
         assert alone.outputs == output.outputs
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@pytest.mark.parametrize("kv", ["int8", "fp8", "q8,q4", "q4"])
 def test_a_cache_of_codes_answers_alike_in_any_batch(kv: str) -> None:
     requests = mixed_requests()[:12]
     config = CONFIG | {"kv_cache_dtype": kv, "enable_prefix_caching": False}
@@ -156,6 +153,19 @@ def test_logprobs_are_those_of_the_greedy_choice(llm: LLM) -> None:
         assert entries[token].logprob == max(entry.logprob for entry in entries.values())
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_known_log_probabilities_equal_computed_ones() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=0, prompt_logprobs=2)
+    ids = [[*range(40, 140), *end] for end in ([7, 8], [7, 9], range(20))]
+    with LLM("demo", **CONFIG, enable_prefix_caching=False) as llm:
+        computed = [llm.generate(one, params)[0] for one in ids]
+    with LLM("demo", **CONFIG) as llm:
+        found = [llm.generate(one, params)[0] for one in ids]
+    assert [output.num_cached_tokens for output in found] == [0, 96, 96]
+    for one, other in zip(computed, found, strict=True):
+        assert list(one.prompt_logprobs or ()) == list(other.prompt_logprobs or ())
+        assert one.outputs == other.outputs
 
 
 def test_tools_reach_the_template(llm: LLM) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.plugins.registry import load_registry
+
+from tests.usable_backends import backend_spec
 
 from .test_quantised_experts import CONFIG, write
 
@@ -31,10 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
-    try:
-        load_registry().choose_backend(request.param)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec(request.param)
     return str(request.param)
 
 

@@ -49,6 +49,15 @@ def test_bounds(bench: ModuleType, plain: float, isq: str, percent: float) -> No
     assert figure.perplexity != plain
 
 
+@pytest.mark.parametrize(("cache", "percent"), [("int8", 0.05), ("q8,q4", 0.3), ("q4", 0.5)])
+def test_bounds_of_caches(bench: ModuleType, plain: float, cache: str, percent: float) -> None:
+    options = LIMITS | {"kv_cache_dtype": cache}
+    figure = bench.measure("demo", "bf16", bench.stories(10), WIDTH, **options)
+    assert figure.cache == cache
+    assert figure.perplexity == pytest.approx(plain, rel=percent / 100)
+    assert figure.perplexity != plain
+
+
 def test_two_bits_are_worse_than_four(bench: ModuleType, plain: float) -> None:
     text = bench.stories(10)
     four, two = (

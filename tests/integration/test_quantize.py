@@ -14,11 +14,13 @@ import gguf
 import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, ConfigError, UnsupportedModelError
+from vllmx_core.errors import ConfigError, UnsupportedModelError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.convert import Summary, quantize
+
+from tests.usable_backends import backend_spec
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 NAMES = ("Tim", "Anna", "Ben", "Mia", "Tom", "Lily", "Max", "Sue", "Sam", "Zoe")
@@ -39,10 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Summary]:
 
 @pytest.fixture
 def backend() -> None:
-    try:
-        load_registry().choose_backend()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec()
 
 
 def test_fewer_bits_are_smaller_and_less_exact(files: dict[str, Summary]) -> None:

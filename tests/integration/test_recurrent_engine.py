@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import BackendUnavailableError, UnsupportedOpError
+from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, ShortConvSpec, StepInputs, Weight
-from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core.drafters import NgramDrafter
 from vllmx_engine.core.engine_core import EngineCore
@@ -22,6 +21,7 @@ from vllmx_testing.state_checks import recurrent_model
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 from tests.partly_wrong import PartlyWrong
+from tests.usable_backends import backend_spec
 
 VOCAB, SIZE, HIDDEN = 19, 16, 24
 MakeModel = Callable[[], tuple[SyntheticModel, ArraySource]]
@@ -136,10 +136,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture(scope="module", params=["numpy", "cpu", "torch", "metal"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    try:
-        spec, _ = load_registry().choose_backend(request.param)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    spec = backend_spec(request.param)
     found: Backend = spec.load()()
     return found
 

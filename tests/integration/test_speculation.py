@@ -150,6 +150,22 @@ def test_other_backends(backend: str) -> None:
     assert texts[0] == texts[1]
 
 
+def test_draft_models_of_a_model_on_two_ranks() -> None:
+    """They run whole, beside the first rank."""
+    ranks = {"backend": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
+    params = [SamplingParams(max_tokens=16, seed=n, temperature=0.3 * n) for n in range(4)]
+    found = []
+    for speculate in ("off", "twin", "model:demo"):
+        drafting = {"speculate": speculate, "speculate_tokens": "3"}
+        with LLM("demo", tensor_parallel_size=2, **ranks, **drafting) as llm:
+            outputs = llm.generate(list(TEXTS), params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert (llm.stats().num_accepted_tokens > 20) == (speculate != "off")
+    assert found == [found[0]] * 3
+    with pytest.raises(ConfigError, match="a model in stages has no draft model yet"):
+        LLM("demo", pipeline_parallel_size=2, **ranks, speculate="twin")
+
+
 @pytest.mark.parametrize(
     ("speculate", "tokens", "word"),
     [

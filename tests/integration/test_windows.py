@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
+
+from tests.usable_backends import backend_spec
 
 WINDOW, BLOCK, CHUNK, VOCAB, HIDDEN = 21, 16, 32, 4096, 32
 HELD = (WINDOW - 1 + CHUNK + BLOCK - 2) // BLOCK + 1
@@ -60,10 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["numpy", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    try:
-        load_registry().choose_backend(request.param)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    backend_spec(request.param)
     return str(request.param)
 
 

@@ -16,7 +16,7 @@ from vllmx_cpu.structs import KV_DTYPES, VX_DTYPES, VxAttention, VxStep
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 EPS = 1e-6
-MULTIPLIED_AS_BF16 = ("bf16", "int8", "fp8")
+MULTIPLIED_AS_BF16 = ("bf16", *kv_quant.CODED)
 Span = tuple[int, int, int]
 """(first position, end, sequence): a row of a step."""
 
@@ -153,8 +153,11 @@ def expected(layer: Layer, qkv: F32) -> AnyArray:
         q, k = _norm(q, layer.q_norm), _norm(k, layer.k_norm)
     if layer.rope is not None:
         q, k = _rotate(q, layer, length), _rotate(k, layer, length)
-    k, v = _stored(k, case.kv), _stored(v, case.kv)
-    if case.kv in MULTIPLIED_AS_BF16:
+    k_dtype, v_dtype = kv_quant.sides(case.kv)
+    k, v = _stored(k, k_dtype), _stored(v, v_dtype)
+    if k_dtype == "q4":
+        q = kv_quant.turned(_stored(kv_quant.turned(q), "bf16"))
+    elif case.kv in MULTIPLIED_AS_BF16:
         q = _stored(q, "bf16")
     group = case.heads // case.kv_heads
     q, k, v = q.swapaxes(0, 1), _by_head(k, group), _by_head(v, group)

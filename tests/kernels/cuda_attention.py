@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import first_seen
 from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
@@ -36,6 +37,8 @@ class Shape:
     rotary_dim: int = 0
     interleaved: bool = False
     norms: bool = False
+    eps: float = 1e-6
+    """Below 0: norms follow the rotation."""
 
 
 GONE = 1 << 22
@@ -54,6 +57,7 @@ def kv_type(shape: Shape) -> Any:
 class Case(Shape):
     contexts: tuple[int, ...] = (1, 77, 160, 33)
     window: int = 0
+    """As `AttentionSpec.reach`."""
     softcap: float = 0.0
     sinks: bool = False
     partition: int = 64
@@ -71,7 +75,7 @@ def run_decode(
     blocks = rows * width + 2
     table = rng.permutation(blocks)[: rows * width].reshape(rows, width)
     for row, context in enumerate(case.contexts if case.window else ()):
-        table[row, : max(0, context - case.window) // page] = GONE
+        table[row, : max(0, first_seen(context - 1, case.window)) // page] = GONE
     on_table = on_device(table + (FAR if case.far else 0), np.int32)
     q = normal(rng, (rows + 1, case.heads, case.size), case.dtype)
     pages = (blocks, case.kv_heads, page, case.size)
@@ -114,7 +118,8 @@ def run_decode(
         case.kv_heads,
         case.size,
         scale,
-        window=case.window or None,
+        window=abs(case.window) or None,
+        chunked=case.window < 0,
         softcap=case.softcap or None,
     )
     want = np.zeros(q.shape)

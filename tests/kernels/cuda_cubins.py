@@ -59,6 +59,7 @@ WANTED = {
     "gated_act": ("LDG.E.128", "STG.E.128"),
     "gate": ("LDG.E.128", "STG.E.128"),
     "recurrence": ("LDG.E.128",),
+    "scale_at": ("LDG.E.128", "STG.E.128"),
     "scale_by": ("LDG.E.128", "STG.E.128"),
     "clip": ("LDG.E.128", "STG.E.128"),
     "add": ("LDG.E.128", "STG.E.128"),
@@ -87,17 +88,21 @@ WANTED = {
         "LDSM.16.M88.4",
         "LDGSTS.E.BYPASS.128",
     ),
-    "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
-    "experts_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
+    "linear_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
+    "gated_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
+    "experts_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "experts_gemv": ("LDG.E.NA.LTC",),
     "experts_w4": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
     "experts_codes8": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "heads_gemv": ("LDG.E.NA.LTC",),
     "experts_sum": ("LDG.E.128", "STG.E.128"),
+    "sample_count": ("ATOMS.ADD", ".E.ADD.64.STRONG"),
     "clamped_swiglu": ("LDG.E.128", "STG.E.128"),
 }
 OVERLAPPED = ("paged_prefill_wgmma",)
 """Entries whose softmax runs while products of a warpgroup are under way."""
+RINGS = ("linear_mma", "gated_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
+"""Entries that multiply while copies of later columns are under way."""
 Units = Sequence[tuple[str, Mapping[str, int]]]
 """Entries with the options that they are compiled with."""
 
@@ -132,10 +137,11 @@ UNITS: Units = (
     ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 256, "VX_GROUP": 4}),
     ("wgmma_wrappers", BF16),
     ("gated_act", {**BF16, "VX_VEC": 8, "VX_ACT": 0}),
-    ("gate", {**BF16, "VX_VEC": 8, "VX_ACT": 4}),
+    ("gate", {**BF16, "VX_VEC": 8, "VX_ACT": 4, "VX_WIDE": 0}),
     ("short_conv", BF16),
     ("recurrence", {**BF16, "VX_KEYS": 16, "VX_VEC": 8, "VX_KEEPS": 0}),
     ("recurrence", {**BF16, "VX_KEYS": 16, "VX_VEC": 8, "VX_KEEPS": 1}),
+    ("scale_at", {**BF16, "VX_VEC": 8}),
     ("scale_by", {**BF16, "VX_VEC": 8}),
     ("clip", {**BF16, "VX_VEC": 8}),
     ("add", {**BF16, "VX_VEC": 8}),
@@ -151,6 +157,8 @@ UNITS: Units = (
     ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0}),
     ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0}),
     ("linear_mma", {"VX_DTYPE": 1, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0}),
+    ("gated_mma", {**BF16, "VX_TILES": 1, "VX_ACT": 0}),
+    ("gated_mma", {**BF16, "VX_TILES": 2, "VX_ACT": 0}),
     ("route", {**BF16, "VX_SCORE": 0}),
     ("route", {**BF16, "VX_SCORE": 1}),
     ("experts_order", {**BF16, "VX_VEC": 8}),
@@ -163,6 +171,9 @@ UNITS: Units = (
     ("latent_store", BF16),
     ("latent_decode", BF16),
     ("latent_combine", BF16),
+    ("index_store", BF16),
+    ("index_score", BF16),
+    ("index_pick", BF16),
     ("quantize_q8", BF16),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 12, "VX_TOKENS": 4, "VX_OUT": 0}),
@@ -207,11 +218,15 @@ UNITS: Units = (
     ("codes8_blocks", {**BF16, "VX_OUT": 0}),
     ("mask_logits", {}),
     ("sample_max", {}),
+    ("sample_threshold", {}),
+    ("sample_among", {}),
     ("logprob_chunks", {}),
 )
 _SIZES = (1, 16, 32, 64, 128, 192, 256, 512, 576, 1024, 1536, 2048, 4096, 1 << 16)
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.x]*)")
+_INSTRUCTION = re.compile(
+    r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP|ATOMS|RED)[A-Z0-9_.x]*)"
+)
 
 
 def units_of(arch: str, units: Units) -> list[Unit]:
@@ -264,6 +279,8 @@ def faults(
             wrong.append(f"{name}: products of a warpgroup do not run beside each other")
         if usage["idle"]:
             wrong.append(f"{name}: the softmax waits for products that it should run beside")
+        if usage["drained"]:
+            wrong.append(f"{name}: a product waits for all copies, also those of later columns")
         if most := _beyond_shared(arch, entry, unit, usage["shared"]):
             wrong.append(f"{name}: {most} bytes of shared memory, static and dynamic")
         if budget is not None:
@@ -315,6 +332,7 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
             "sass": set(),
             "alone": False,
             "idle": False,
+            "drained": False,
         }
     for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
         entry = re.match(r"\w+", part)
@@ -322,6 +340,7 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
             found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
             found[entry[0]]["alone"] = _products_alone(part)
             found[entry[0]]["idle"] = entry[0] in OVERLAPPED and _softmax_waits(part)
+            found[entry[0]]["drained"] = entry[0] in RINGS and _ring_drains(part)
     return found
 
 
@@ -357,6 +376,13 @@ def _softmax_waits(sass: str) -> bool:
     steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
     beside = [after.count("MUFU.EX2") for waits, after in pairwise(steps) if waits == "0x1"]
     return columns is None or len(beside) != 1 or beside[0] < 2 * (int(columns[1]) // 2) + 2
+
+
+def _ring_drains(sass: str) -> bool:
+    """Whether a product waits for every copy (`cp.async`) that is under way, or none waits."""
+    *loops, _ = re.split(r"\b[HQ]MMA\.", sass)
+    waits = re.findall(r"DEPBAR\.LE SB\d, (0x[0-9a-f]+)", "".join(loops))
+    return not waits or "0x0" in waits
 
 
 def _wanted(entry: str, unit: Unit) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import first_seen
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
@@ -35,6 +36,7 @@ class Case:
         size: int = 64,
         kv: str = "f32",
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: bool = False,
         dtype: str = "f32",
@@ -52,16 +54,25 @@ class Case:
             random.standard_normal((len(order) * PAGE, kv_heads, size)).astype(np.float32)
             for _ in range(2)
         )
-        self.q = mx.array(q).astype(WIDE[dtype])
-        self.pages = LayerPages(*(_pages(side, kv) for side in (k, v)))
+        given = mx.array(q).astype(WIDE[dtype])
+        kinds = kv_quant.sides(kv)
+        self.pages = LayerPages(*map(_pages, (k, v), kinds))
         self._sinks = random.standard_normal(heads).astype(np.float32) if sinks else None
         self.sinks = mx.array(self._sinks) if sinks else None
         self.spec = AttentionSpec(
-            0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap
+            0,
+            heads,
+            kv_heads,
+            size,
+            size**-0.5,
+            window=window,
+            chunked=chunked,
+            softcap=softcap,
         )
-        held = [kv_quant.rounded(side, kv) for side in (k, v)]
+        self.q = self.pages.k.turned(given)
+        held = [kv_quant.rounded(side, kind) for side, kind in zip((k, v), kinds, strict=True)]
         rows = np.repeat(np.arange(len(lengths)), self.queries)
-        query = np.array(self.q.astype(mx.float32))
+        query = np.array(given.astype(mx.float32))
         self.expected = np.stack(
             [
                 self._attend(query[token], *held, rows[token], last)
@@ -78,8 +89,7 @@ class Case:
 
     def first_key(self, last: Any) -> Any:
         """The first key that queries at these positions see."""
-        window = self.spec.window
-        return np.zeros_like(last) if window is None else np.maximum(0, last - window + 1)
+        return np.maximum(0, first_seen(last, self.spec.reach))
 
     def _attend(self, q: Array, k: Array, v: Array, row: int, last: int) -> Array:
         positions = np.arange(self.first_key(last), last + 1)
@@ -97,11 +107,15 @@ class Case:
 
     def error(self, found: Any) -> float:
         """The greatest one; NaN where anything is."""
+        found = self.pages.v.turned(found)
         return float(np.abs(np.array(found.astype(mx.float32)) - self.expected).max())
 
 
 def _pages(side: Array, kv: str) -> Pages:
     if kv in WIDE:
         return Pages(kv, mx.array(side).astype(WIDE[kv]), None)
-    codes, scales = kv_quant.quantise(side, kv)
+    if kv == "q4":
+        codes, scales = kv_quant.packed_nibbles(side)
+    else:
+        codes, scales = kv_quant.quantise(side, kv)
     return Pages(kv, mx.array(codes), mx.array(scales))

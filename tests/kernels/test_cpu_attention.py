@@ -49,7 +49,7 @@ FEATURES = [
     ),
     *(
         case
-        for kv in kv_quant.LIMITS
+        for kv in kv_quant.CODED
         for case in (
             Case(head_size=128, norm=True, rotary=128, kv=kv),
             Case(rotary=48, interleaved=True, kv=kv, page=64),
@@ -59,7 +59,11 @@ FEATURES = [
             Case(window=1, kv=kv),
             Case(causal=False, kv=kv),
             Case(causal=False, window=9, kv=kv),
-            *(Case(head_size=size, kv=kv, page=32) for size in (2, 8, 16, 20, 80, 112, 256)),
+            *(
+                Case(head_size=size, kv=kv, page=32)
+                for size in (2, 8, 16, 20, 48, 80, 96, 112, 192, 256)
+                if "q4" not in kv or size % kv_quant.TURNED_MULTIPLE == 0
+            ),
             *(
                 Case(heads=heads, kv_heads=kv_heads, head_size=16, kv=kv, page=128)
                 for heads, kv_heads in ((1, 1), (3, 1), (15, 5), (71, 1))
@@ -76,7 +80,7 @@ def test_matches_float64(run_op: RunOp, isa: Isa, case: Case) -> None:
     got = attend(run_op, isa, layer, qkv, [(0, length, 0)], threads=2)
     # float32 pages compute in float32; bf16 rounds the probabilities to 8 bits, where codes have
     # scales even a probability of 1
-    limit = 4e-3 if case.kv in kv_quant.LIMITS else 3e-3 if case.kv == "bf16" else 1e-6
+    limit = 4e-3 if case.kv in kv_quant.CODED else 3e-3 if case.kv == "bf16" else 1e-6
     assert relative_error(got, expected(layer, qkv[0])) < limit
 
 
@@ -94,6 +98,10 @@ CUTS = [
     Case(heads=71, kv_heads=1, head_size=8, kv="fp8", softcap=5.0),
     Case(heads=5, kv_heads=1, head_size=80, kv="fp8", window=99, softcap=5.0),
     Case(heads=16, kv_heads=2, head_size=112, kv="int8"),
+    Case(head_size=32, kv="q4", norm=True, rotary=32, window=333),
+    Case(heads=5, kv_heads=1, head_size=80, kv="q4", window=99, softcap=5.0),
+    Case(heads=71, kv_heads=1, head_size=16, kv="q8,q4", sinks=True),
+    Case(heads=6, kv_heads=2, head_size=48, kv="q8,q4", page=32, window=40),
 ]
 
 
@@ -137,6 +145,8 @@ DECODED = [
     Case(head_size=16, kv="f16"),
     Case(head_size=112, kv="int8", rotary=64),
     Case(heads=3, kv_heads=3, head_size=32, kv="fp8", norm=True),
+    Case(heads=6, kv_heads=3, head_size=128, kv="q4", rotary=64, norm=True),
+    Case(heads=3, kv_heads=3, head_size=80, kv="q8,q4"),
 ]
 
 
@@ -203,8 +213,10 @@ def test_a_reused_page_hides_what_it_held(run_op: RunOp, isa: Isa, kv: str) -> N
     assert relative_error(np.concatenate(got), expected(layer, qkv[0])) < 4e-3
 
 
-@pytest.mark.parametrize("kv", kv_quant.LIMITS)
-@pytest.mark.parametrize("head_size", [20, 64])
+@pytest.mark.parametrize(
+    ("kv", "head_size"),
+    [("int8", 20), ("int8", 64), ("fp8", 20), ("fp8", 64), ("q4", 64), ("q4", 80), ("q8,q4", 112)],
+)
 def test_codes_and_scales_are_those_of_the_rule(
     run_op: RunOp, isa: Isa, kv: str, head_size: int
 ) -> None:
@@ -220,14 +232,33 @@ def test_codes_and_scales_are_those_of_the_rule(
     heads = qkv[0].reshape(length, case.heads + 2 * case.kv_heads, head_size)
     keys, values = np.split(heads[:, case.heads :], 2, axis=1)
     interleaved = kv == "fp8" and isa.name.startswith("avx512")
-    for written, wanted in (
-        (_keys(layer, interleaved), keys),
-        (_values(layer, interleaved), values),
-    ):
-        codes, scales = kv_quant.quantise(wanted, kv)
+    k_dtype, v_dtype = kv_quant.sides(kv)
+    k_read = _key_nibbles(layer) if k_dtype == "q4" else _keys(layer, interleaved)
+    v_read = _value_nibbles(layer) if v_dtype == "q4" else _values(layer, interleaved)
+    for written, wanted, dtype in ((k_read, keys, k_dtype), (v_read, values, v_dtype)):
+        codes, scales = kv_quant.quantise(wanted, dtype)
         unit = 256 if kv == "fp8" else 1
         np.testing.assert_array_equal(written[0][:length], codes.view(np.uint8))
         np.testing.assert_array_equal(written[1][:length], scales * unit)
+
+
+def _key_nibbles(layer: Layer) -> tuple[AnyArray, AnyArray]:
+    """As `_keys`, of codes of 4 bits, 2 c - 15 as bytes."""
+    size = layer.case.head_size
+    groups, scales = _bytes(layer, layer.k, 8 * size)
+    pairs = groups.reshape(*groups.shape[:3], size // 2, 16)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-2)  # (..., D / 2, 2, 16 positions)
+    codes = codes.transpose(0, 2, 5, 1, 3, 4).reshape(-1, layer.case.kv_heads, size)
+    return 2 * codes - 15, scales
+
+
+def _value_nibbles(layer: Layer) -> tuple[AnyArray, AnyArray]:
+    size = layer.case.head_size
+    groups, scales = _bytes(layer, layer.v, 8 * size)
+    halves = groups.reshape(*groups.shape[:3], 8, size // 16, 2, 8)
+    codes = np.concatenate([halves & 15, halves >> 4], axis=-1)
+    codes = codes.transpose(0, 2, 3, 5, 1, 4, 6).reshape(-1, layer.case.kv_heads, size)
+    return 2 * codes - 15, scales
 
 
 def _keys(layer: Layer, interleaved: bool) -> tuple[AnyArray, AnyArray]:
@@ -252,11 +283,17 @@ def _groups(
 ) -> tuple[AnyArray, AnyArray]:
     """Codes of each group of sequence 0 in order (blocks, K, groups, vectors, 2, 16), and the
     scales (positions, K)."""
+    groups, scales = _bytes(layer, pages, 16 * width)
+    vectors = (*groups.shape[:3], width // 2)
+    codes = groups.reshape(*vectors, *((16, 2) if interleaved else (2, 16)))
+    return codes.swapaxes(-1, -2) if interleaved else codes, scales
+
+
+def _bytes(layer: Layer, pages: AnyArray, count: int) -> tuple[AnyArray, AnyArray]:
+    """`count` bytes of codes of each group of sequence 0 in order (blocks, K, groups, count), and
+    the scales (positions, K)."""
     case = layer.case
-    shape = (-1, case.kv_heads, case.page // 16, 16 * width + 64)
+    shape = (-1, case.kv_heads, case.page // 16, count + 64)
     groups = np.asarray(pages).reshape(shape)[layer.table[0]]
     scales = np.ascontiguousarray(groups[..., -64:]).view(np.float32)  # (blocks, K, groups, 16)
-    vectors = (*groups.shape[:3], width // 2)
-    codes = groups[..., :-64].reshape(*vectors, *((16, 2) if interleaved else (2, 16)))
-    codes = codes.swapaxes(-1, -2) if interleaved else codes
-    return codes, scales.transpose(0, 2, 3, 1).reshape(-1, case.kv_heads)
+    return groups[..., :-64], scales.transpose(0, 2, 3, 1).reshape(-1, case.kv_heads)

@@ -11,9 +11,9 @@ from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import StoredPart, WeightPart
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 from vllmx_core.weights.tensor import RawTensor
-from vllmx_cpu.coded import COLS_OF
 from vllmx_cpu.kinds import native_kind, packed_columns, segments
 from vllmx_cpu.native import Isa
+from vllmx_cpu.packing import COLS_OF
 from vllmx_models.quantization.float8 import Fp8
 from vllmx_testing.parts import IntegerLayout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.ops.route import RouteSpec, route
+from vllmx_core.ops.route import SCORES, RouteSpec, route
 from vllmx_core.plan import F32, I32
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import VxRoute, VxStep
@@ -20,6 +20,7 @@ SPECS = [
     (259, RouteSpec(9, scale=0.5)),
     (64, RouteSpec(8, "sigmoid", 8, 4, "best_two", True, 1e-20, 2.5)),
     (24, RouteSpec(24, groups=3, groups_kept=3)),
+    (19, RouteSpec(3, "sparsemixer", jitter=0.3)),
 ]
 
 
@@ -37,13 +38,14 @@ def run(
         weights=weights.ctypes.data,
         count=count,
         chosen=spec.chosen,
-        sigmoid=int(spec.score == "sigmoid"),
+        score=SCORES.index(spec.score),
         groups=spec.groups,
         groups_kept=spec.groups_kept,
         best_two=int(spec.group_score == "best_two"),
         renormalise=int(spec.renormalise),
         eps=spec.eps,
         scale=spec.scale,
+        jitter=spec.jitter,
     )
     run_op(isa, "route", arguments, VxStep(T=rows), 2)
     assert (ids[rows] == -7).all()  # nothing beyond the last row
@@ -84,7 +86,7 @@ def test_a_broken_row_stays_alone(isa: Isa, run_op: RunOp, count: int, spec: Rou
     assert ((ids >= 0) & (ids < count)).all()
     assert all(len(set(row)) == spec.chosen for row in ids.tolist())
     assert np.isnan(weights[[2, 5]]).all()
-    assert np.isnan(weights[7]).all() == (spec.score == "softmax")
+    assert np.isnan(weights[7]).all() == (spec.score != "sigmoid")
     others = [0, 1, 3, 4, 6, 8]
     np.testing.assert_array_equal(ids[others], good[0][others])
     np.testing.assert_array_equal(weights[others], good[1][others])

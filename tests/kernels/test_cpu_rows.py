@@ -12,10 +12,11 @@ import pytest
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import KINDS, GateKind, gate
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
+from vllmx_core.ops.scale_at import scale_at
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.reference import formulas as reference
-from vllmx_cpu.lowering.rows import VxClip, VxGate, VxHeadNorm, VxScaleBy
+from vllmx_cpu.lowering.rows import VxClip, VxGate, VxHeadNorm, VxScaleAt, VxScaleBy, VxSpread
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, VxStep
 
@@ -140,6 +141,15 @@ def test_scale_by(isa: Isa, run_op: RunOp, width: int, span: int) -> None:
     np.testing.assert_array_equal(y, scale_by(x, w))
 
 
+@pytest.mark.parametrize(("width", "some"), [(33, 33), (130, 48), (37, 20)])
+def test_scale_at(isa: Isa, run_op: RunOp, width: int, some: int) -> None:
+    x, table = values(ROWS, width), values(40, seed=1)
+    y, positions = np.empty_like(x), np.arange(ROWS, dtype=np.int32)[::-1].copy() % 40
+    arguments = VxScaleAt(x.ctypes.data, table.ctypes.data, y.ctypes.data, width, some)
+    run_op(isa, "scale_at", arguments, VxStep(T=ROWS, positions=positions.ctypes.data), 2)
+    np.testing.assert_array_equal(y, scale_at(x, table[positions], some))
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_clip(isa: Isa, run_op: RunOp, width: int) -> None:
     """The features around its own are left alone, and NaN is no number to hold."""
@@ -183,3 +193,19 @@ def test_add_and_scale(isa: Isa, run_op: RunOp, width: int) -> None:
     np.testing.assert_array_equal(y, x + other)
     run_op(isa, "scale", arguments, VxStep(T=ROWS), 2)
     np.testing.assert_array_equal(y, x * np.float32(-0.75))
+
+
+@pytest.mark.parametrize(("reduced", "whole"), [(1, 1), (3, 40), (40, 40), (900, 9001)])
+def test_spread(isa: Isa, run_op: RunOp, reduced: int, whole: int) -> None:
+    """Logits of some ids in the places of all; NaN and infinities stay."""
+    random = np.random.default_rng(whole)
+    places = np.sort(random.permutation(whole)[:reduced])
+    sources = np.full(whole, -1, np.float32)
+    sources[places] = random.permutation(reduced)
+    x, y = values(ROWS, reduced), np.zeros((ROWS, whole), np.float32)
+    x[0, 0], x[1, -1] = np.nan, np.inf
+    arguments = VxSpread(x.ctypes.data, sources.ctypes.data, y.ctypes.data, reduced, whole)
+    run_op(isa, "spread", arguments, VxStep(L=ROWS), 2)
+    wanted = np.full((ROWS, whole), -np.inf, np.float32)
+    wanted[:, places] = x[:, sources[places].astype(int)]
+    np.testing.assert_array_equal(y, wanted)

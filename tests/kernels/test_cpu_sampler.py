@@ -116,6 +116,7 @@ def random_rows(rng: np.random.Generator, count: int, vocab_size: int) -> Sampli
         ),
         mask_index=rng.choice([-1, 0, 1], count).astype(np.int32),
         masks=masks,
+        group_from=rng.choice([-1, -1, vocab_size // 2 or -1], count).astype(np.int32),
     )
 
 

@@ -26,7 +26,11 @@ SPECS = {
     "a window": SegmentSpec(2, 2, 32, 0.2, 32, interleaved=True, window=40),
     "head size 20": SegmentSpec(3, 3, 20, 0.25),
     "head size 72, two axes": SegmentSpec(2, 2, 72, 0.12, 72, rope_axes=(0,) * 18 + (1,) * 18),
+    "a bias": SegmentSpec(4, 2, 32, 0.2, 32),
+    "a bias, a window": SegmentSpec(3, 3, 20, 0.25, window=40),
 }
+BIAS_LENGTH = 305
+"""No multiple of the groups that the kernel reads."""
 LIMITS = {"f32": 2e-5, "f16": 2e-2, "bf16": 2e-1}
 
 
@@ -35,18 +39,22 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(ISA_VARIABLE, request.param)
 
 
-def model(spec: SegmentSpec) -> tuple[SyntheticModel, ArraySource]:
+def model(name: str) -> tuple[SyntheticModel, ArraySource]:
+    spec = SPECS[name]
     builder = Builder(VOCAB)
     inner, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     builder.embedding("embed", WIDTH)
     builder.linear("qkv", (inner, kv, kv), WIDTH)
     builder.rope("rope", spec.rotary_dim or 2)
+    if "bias" in name:
+        numbers = (2 * BIAS_LENGTH - 1) * spec.num_heads
+        builder.vector("bias", numbers, centre=0.0, spread=1.0)
     builder.linear("head", VOCAB, inner)
 
     def body(ops: Any, w: Any, step: Any) -> Any:
         qkv = ops.linear(ops.embedding(step.tokens, w["embed"]), w["qkv"])
         rope = w["rope"] if spec.rotary_dim else None
-        x = ops.segment_attention(qkv, spec, step, rope=rope)
+        x = ops.segment_attention(qkv, spec, step, rope=rope, bias=w.get("bias"))
         return ops.logits(x, step.logit_rows, w["head"])
 
     return builder.build(WIDTH, body), ArraySource(builder.arrays)
@@ -82,7 +90,7 @@ def options(dtype: str) -> LoadOptions:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_rows_are_as_the_formula_says_and_alone_as_together(name: str, dtype: str) -> None:
-    made, source = model(SPECS[name])
+    made, source = model(name)
     oracle = ReferenceBackend().load(made, source, options("f64"))
     expected = log_softmax(oracle.logits(plan(LENGTHS)))
     loaded = CpuBackend().load(made, source, options(dtype))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
-from vllmx_core.ops.attention import attention_mask
+from vllmx_core.ops.attention import attention_mask, first_seen
 from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
@@ -49,6 +49,8 @@ STORES = [
     Shape(dtype="f32", rotary_dim=64, heads=1, kv_heads=1, kv=KV_E4M3),
     Shape(dtype="f32", size=48, kv=KV_INT8, norms=True),
     Shape(size=512, rotary_dim=128, heads=2, kv_heads=1, norms=True),
+    Shape(dtype="f16", size=80, rotary_dim=32, norms=True, eps=-0.3),
+    Shape(size=128, rotary_dim=128, kv=KV_INT8, norms=True, eps=-0.3),
 ]
 STORED = [
     *((shape, 5) for shape in STORES),
@@ -80,7 +82,7 @@ def test_kv_store(emulator: Emulator, shape: Shape, tokens: int) -> None:
         {"tokens": tokens, "heads": shape.heads, "kv_heads": shape.kv_heads},
         [qkv, positions, on_device(slots, np.int32), *norms, table, q, k_pages, v_pages,
          *(scales if shape.kv != KV_ELEM else [None, None]), shape.heads, shape.kv_heads,
-         shape.rotary_dim, int(shape.interleaved), shape.page_shift, 1e-6],
+         shape.rotary_dim, int(shape.interleaved), shape.page_shift, shape.eps],
     )  # fmt: skip
     want_q, want_k, want_v = rotated_heads(shape, wide(qkv), positions, table, norms)
     assert_near(q, want_q, shape.dtype, scale=2)
@@ -127,12 +129,21 @@ def rotated_heads(
 ) -> list[Array]:
     split = qkv.reshape(len(qkv), -1, shape.size)
     q, k, v = np.split(split, [shape.heads, shape.heads + shape.kv_heads], axis=1)
-    if norms[0] is not None and norms[1] is not None:
-        q = reference.rms_norm(q, wide(norms[0]), 1e-6)
-        k = reference.rms_norm(k, wide(norms[1]), 1e-6)
+    weights = [None if norm is None else wide(norm) for norm in norms]
+
+    def normed(*heads: Array) -> list[Array]:
+        return [
+            x if w is None else reference.rms_norm(x, w, abs(shape.eps))
+            for x, w in zip(heads, weights, strict=True)
+        ]
+
+    if shape.eps > 0:
+        q, k = normed(q, k)
     if table is not None:
         angles = wide(table)[positions]
         q, k = (reference.rotate(x, angles, interleaved=shape.interleaved) for x in (q, k))
+    if shape.eps < 0:
+        q, k = normed(q, k)
     return [q, k, v]
 
 
@@ -151,6 +162,7 @@ CASES = [
     Case(dtype="f16", size=48, heads=1, kv_heads=1, kv=KV_E4M3, contexts=(1,)),
     Case(dtype="f32", size=28, kv=KV_INT8, contexts=(65, 64, 2)),
     Case(size=64, window=33, contexts=(81, 97, 20)),
+    Case(size=64, window=-33, contexts=(81, 99, 100, 20)),
     Case(size=512, heads=4, kv_heads=1, contexts=(1, 77), sinks=True),
     Case(dtype="f32", size=512, heads=3, kv_heads=1, window=30, contexts=(50,)),
     Case(dtype="f16", size=320, heads=2, kv_heads=1, kv=KV_INT8, contexts=(40,)),
@@ -206,6 +218,7 @@ PREFILLS = [
     Prefill(size=288, heads=6, kv_heads=2, kv=KV_E4M3, window=20, queries=(19,), contexts=(60,)),
     # windows that begin with a page, of which the one before is gone
     Prefill(size=64, window=40, contexts=(70, 152, 136)),
+    Prefill(size=64, window=-40, contexts=(70, 152, 136)),
     # spans over tiles and steps of keys, up to the last key and not, longer than a window
     Prefill(size=64, heads=6, kv_heads=2, queries=(133, 70), contexts=(150, 70), span=(40, 131)),
     Prefill(dtype="f16", size=128, queries=(66, 9), contexts=(66, 30), window=20, span=(21, 66)),
@@ -244,6 +257,7 @@ WGMMA_PREFILLS = [
     Prefill(dtype="f16", size=128, heads=2, kv_heads=1, causal=False, window=50),
     Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
     Prefill(size=64, window=40, contexts=(70, 152, 136)),
+    Prefill(size=64, window=-40, contexts=(70, 152, 136)),
 ]
 
 
@@ -264,7 +278,7 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     block_rows = rng.permutation(blocks)[: rows * width].reshape(rows, width)
     if case.window and case.causal:  # pages that no query of the row sees are gone
         for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
-            block_rows[row, : max(0, context - count - case.window + 1) // page] = GONE
+            block_rows[row, : max(0, first_seen(context - count, case.window)) // page] = GONE
     q = normal(rng, (tokens, case.heads, case.size), case.dtype)
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
@@ -289,7 +303,8 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
         case.kv_heads,
         case.size,
         scale,
-        window=case.window or None,
+        window=abs(case.window) or None,
+        chunked=case.window < 0,
         softcap=case.softcap or None,
         causal=case.causal,
     )

@@ -68,6 +68,22 @@ def test_a_softmax_that_waits_is_found(what: str, compiler: Nvrtc, tmp_path: Pat
     assert "the softmax waits" in fault
 
 
+def test_a_ring_that_drains_is_found(compiler: Nvrtc, tmp_path: Path) -> None:
+    if tool("cuobjdump") is None or tool("nvdisasm") is None:
+        pytest.skip("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    options = {"VX_DTYPE": 2, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0}
+    [unit] = units_of("sm_90a", [("linear_mma", options)])
+    shutil.copytree(unit.source.parent, tmp_path, dirs_exist_ok=True)
+    loop = tmp_path / "mma_tile.h"
+    right = loop.read_text()
+    loop.write_text(right.replace("vx_cp_wait<IN_FLIGHT - 1>", "vx_cp_wait<0>"))
+    assert loop.read_text() != right
+    assert not faults("sm_90a", unit, compiler, None)
+    found = faults("sm_90a", Unit(tmp_path / unit.source.name, unit.defines), compiler, None)
+    assert len(found) == 1
+    assert "waits for all copies" in found[0]
+
+
 def test_the_matrix_has_every_head_size_in_both_types() -> None:
     """What `nox -s kernels` compiles; here its list alone."""
     sizes = {

@@ -58,27 +58,27 @@ def test_features_are_kept_and_placed(emulator: Emulator, dtype: str, width: int
     rng, rows = np.random.default_rng(width), 1 if width > 500 else 3
     x, store = normal(rng, (rows, width), dtype), inout(np.full((5, width), 7.0), np.float32)
     chosen = options(dtype, VX_VEC=vector_width(width))
-    shape, to = {"rows": rows, "width": width}, [4, 0, 2][:rows]
-    emulator.launch(
-        KERNELS["keep"].variant(**chosen), shape, [x, on_device(to, np.int32), store, width]
-    )
-    want = np.full((5, width), 7.0)
-    want[to] = wide(x)
-    np.testing.assert_array_equal(store, want)
+    shape, want = {"rows": rows, "width": width}, np.full((5, width), 7.0)
+    for to in ([4, 0, 2][:rows], [-1, 1, -1][:rows]):  # -1: hidden states that nobody reads
+        arguments = [x, on_device(to, np.int32), store, width]
+        emulator.launch(KERNELS["keep"].variant(**chosen), shape, arguments)
+        kept = np.array(to) >= 0
+        want[np.array(to)[kept]] = wide(x)[kept]
+        np.testing.assert_array_equal(store, want)
 
-    kept, before = on_device(store, np.float32), normal(rng, (rows, width), dtype)
+    features, before = on_device(store, np.float32), normal(rng, (rows, width), dtype)
     for picked in ([2, -1, 4], [-1, 0, 1]):
         for adds in (0, 1):
             y = empty(before.shape, before.dtype)
             emulator.launch(
                 KERNELS["place"].variant(**chosen),
                 shape,
-                [before, on_device(picked[:rows], np.int32), kept, y, width, adds],
+                [before, on_device(picked[:rows], np.int32), features, y, width, adds],
             )
             want = wide(before)
             for token, row in enumerate(picked[:rows]):
                 if row >= 0:
-                    want[token] = kept[row] + (want[token] if adds else 0)
+                    want[token] = features[row] + (want[token] if adds else 0)
             assert_near(y, want, dtype)
 
 

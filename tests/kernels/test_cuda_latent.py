@@ -92,7 +92,7 @@ def test_decode(emulator: Emulator, case: tuple[str, int, int, int, list[list[in
     operands = [queries, pages, on_device(items, np.int32), first_item, tables, out]
     shape = (heads, rank, rotary, blocks, PAGE_SHIFT, 0.3)
     decode = KERNELS["latent_decode"].variant(**options(dtype))
-    emulator.launch(decode, sizes, [*operands, partial, weights, *shape])
+    emulator.launch(decode, sizes, [*operands, partial, weights, *shape, None, None, 0])
     joined = [partial, weights, first_item, out, heads, rank]
     sizes = {"tokens": tokens, "heads": heads}
     emulator.launch(KERNELS["latent_combine"].variant(**options(dtype)), sizes, joined)

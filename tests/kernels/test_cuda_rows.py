@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import GateKind, gate
+from vllmx_core.ops.scale_at import scale_at
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
@@ -81,9 +82,18 @@ def test_gate(emulator: Emulator, kind: GateKind, dtype: str, width: int, span: 
     x, g = (normal(rng, (rows, size), dtype, 2.0) for size in (width, width // span))
     y = empty((rows, width), x.dtype)
     vec = vector_width(width if span == 1 else span)
-    variant = KERNELS["gate"].variant(**options(dtype, VX_VEC=vec, VX_ACT=GATES[kind]))
+    variant = KERNELS["gate"].variant(**options(dtype, VX_VEC=vec, VX_ACT=GATES[kind], VX_WIDE=0))
     emulator.launch(variant, {"rows": rows, "width": width}, [x, g, y, width, span])
     assert_near(y, gate(wide(x), wide(g), kind), dtype)
+
+
+def test_gate_by_the_weight_of_a_route(emulator: Emulator) -> None:
+    rng = np.random.default_rng(2)
+    x, g = normal(rng, (3, 40), "bf16", 2.0), normal(rng, (3, 1), "f32")
+    y, chosen = empty((3, 40), x.dtype), {"VX_ACT": GATES["identity"], "VX_WIDE": 1}
+    variant = KERNELS["gate"].variant(**options("bf16", VX_VEC=8, **chosen))
+    emulator.launch(variant, {"rows": 3, "width": 40}, [x, g, y, 40, 40])
+    assert_near(y, gate(wide(x), wide(g), "identity"), "bf16")
 
 
 @pytest.mark.parametrize(("dtype", "width", "span"), SPANS)
@@ -96,6 +106,20 @@ def test_scale_by(emulator: Emulator, dtype: str, width: int, span: int) -> None
     )
     emulator.launch(variant, {"rows": rows, "width": width}, [x, w, y, width, span])
     assert_near(y, scale_by(wide(x), wide(w)), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "some"),
+    [*((*one, one[1]) for one in WIDTHS), ("f32", 2056, 1032), ("f16", 130, 20), ("bf16", 37, 5)],
+)
+def test_scale_at(emulator: Emulator, dtype: str, width: int, some: int) -> None:
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x, table = normal(rng, (rows, width), dtype), normal(rng, (40,), "f32")
+    y, positions = empty((rows, width), x.dtype), on_device([39, 0, 7][:rows], np.int32)
+    variant = KERNELS["scale_at"].variant(**options(dtype, VX_VEC=vector_width(width, some)))
+    sizes = {"rows": rows, "width": width}
+    emulator.launch(variant, sizes, [x, table, positions, y, width, some])
+    assert_near(y, scale_at(wide(x), wide(table)[positions], some), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
@@ -293,6 +317,41 @@ def test_splits_of_few_outputs() -> None:
     assert [row_tiles(n, 132) for n in (1024, 2112, 2120, 4096)] == [1, 1, 2, 2]
 
 
+GATED_MMA = [  # dtype, kind, tokens, tiles, width, inputs
+    ("bf16", "silu", 1, 1, 40, 1024),
+    ("f16", "gelu", 9, 2, 33, 96),
+    ("bf16", "gelu_tanh", 16, 2, 1, 32),
+    ("f16", "relu", 1, 1, 1, 32),
+    ("bf16", "relu", 3, 1, 17, 544),
+    ("f16", "silu", 5, 1, 9, 160),
+    ("bf16", "gelu", 1, 1, 8, 32),
+    ("f16", "gelu_tanh", 1, 1, 8, 32),
+]
+
+
+@pytest.mark.parametrize("case", GATED_MMA, ids=lambda case: "-".join(map(str, case)))
+def test_gated_products_have_the_bits_of_their_parts(
+    emulator: Emulator, case: tuple[str, str, int, int, int, int]
+) -> None:
+    dtype, kind, tokens, tiles, width, inputs = case
+    rng = np.random.default_rng(width)
+    x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (2 * width, inputs), dtype, 0.1)
+    chosen = options(dtype, VX_TILES=tiles, VX_ACT=GATES[kind])
+    for bias in (None, normal(rng, (2 * width,), "f32")):
+        product, want, y = (empty((tokens, n), x.dtype) for n in (2 * width, width, width))
+        multiply_by_mma(emulator, x, w, bias, product, dtype, tiles, 1, 1)
+        act = options(dtype, VX_VEC=vector_width(width), VX_ACT=GATES[kind])
+        sizes = {"rows": tokens, "width": width}
+        emulator.launch(
+            KERNELS["gated_act"].variant(**act), sizes, [on_device(product, x.dtype), want, width]
+        )
+        shape = {"tokens": tokens, "outputs": width, "width": inputs}
+        emulator.launch(
+            KERNELS["gated_mma"].variant(**chosen), shape, [x, w, bias, y, tokens, width, inputs]
+        )
+        np.testing.assert_array_equal(wide(y), wide(want))
+
+
 def multiply_by_mma(
     emulator: Emulator,
     x: Array,
@@ -338,3 +397,18 @@ def check_linear(
             np.testing.assert_allclose(y[:, :outputs], want, rtol=1e-5, atol=limit)
         else:
             assert_near(y[:, :outputs], want, dtype)
+
+
+@pytest.mark.parametrize(("reduced", "whole"), [(1, 1), (3, 40), (300, 300), (90, 601)])
+def test_spread(emulator: Emulator, reduced: int, whole: int) -> None:
+    rng, rows = np.random.default_rng(whole), 1 if reduced == 3 else 3
+    places = np.sort(rng.permutation(whole)[:reduced])
+    chosen = np.full(whole, -1, np.float32)
+    chosen[places] = rng.permutation(reduced)
+    x, y = normal(rng, (rows, reduced), "f32"), empty((rows, whole), np.float32)
+    sources = on_device(chosen, np.float32)
+    variant = KERNELS["spread"].variant(**options("f32", VX_VEC=1))
+    emulator.launch(variant, {"rows": rows, "width": whole}, [x, sources, y, whole, reduced])
+    wanted = np.full((rows, whole), -np.inf, np.float32)
+    wanted[:, places] = x[:, chosen[places].astype(int)]
+    np.testing.assert_array_equal(y, wanted)

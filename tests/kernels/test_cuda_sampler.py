@@ -10,10 +10,11 @@ import pytest
 from vllmx_core.plan import LogitEdits, SamplingRows, StepResult, TokenCounts
 from vllmx_core.reference.sampler import sample
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.kernel_specs.sampling import CHUNK, num_chunks
+from vllmx_cuda.kernel_specs.sampling import BINS, CANDIDATES, CHUNK, FEW, num_chunks
+from vllmx_cuda.program.sampler import Draw, draw_of
 from vllmx_testing.cuda.emulator import Emulator, empty
 
-from .cuda_arrays import Array, on_device
+from .cuda_arrays import Array, inout, on_device
 
 
 def sampling_rows(count: int, **given: Any) -> SamplingRows:
@@ -48,7 +49,7 @@ def sampling_rows(count: int, **given: Any) -> SamplingRows:
 
 
 def run_sampler(
-    emulator: Emulator, logits: Array, rows: SamplingRows, fed: Array
+    emulator: Emulator, logits: Array, rows: SamplingRows, fed: Array, draw: Draw
 ) -> tuple[Array, dict[str, Array]]:
     """(ids, logprob arrays), by the launches that a backend makes."""
     count, vocab = logits.shape
@@ -85,24 +86,40 @@ def run_sampler(
             device["repetition_penalty"], device["frequency_penalty"], device["presence_penalty"],
             device["target"], vocab,
         ])  # fmt: skip
-    best, argmax, score, drawn = (
-        empty((count, chunks), kind) for kind in (np.float32, np.int32, np.float32, np.int32)
+    best, least, score, argmax, drawn, listed = (
+        empty((count, chunks), kind) for kind in [np.float32] * 3 + [np.int32] * 3
     )
-    launch("sample_max", size, [edited, best, argmax, vocab])
-    if not rows.all_greedy:
-        threshold = empty(count, np.float32)
-        launch("sample_threshold", {"rows": count}, [
-            edited, best, argmax, device["temperature"], min_x, device["top_k"], device["top_p"],
-            device["target"], threshold, vocab, chunks,
-        ])  # fmt: skip
-        launch("sample_draw", size, [
-            edited, best, argmax, device["temperature"], threshold, device["seed"],
-            device["position"], device["target"], score, drawn, vocab,
-        ])  # fmt: skip
+    lists, list_ids = (empty((count, chunks, CANDIDATES), t) for t in (np.float32, np.int32))
     ids = empty(count, np.int32)
-    launch("sample_pick", {"rows": count}, [
-        best, argmax, score, drawn, device["temperature"], device["target"], ids, chunks,
-    ])  # fmt: skip
+    tempered, target = device["temperature"], device["target"]
+    filters = min_x, device["top_k"], device["top_p"]
+    noise = device["seed"], device["position"]
+    if draw == "few":
+        found = best, argmax, least, listed, lists, list_ids
+        launch(
+            "sample_candidates", size, [edited, tempered, device["top_k"], target, *found, vocab]
+        )
+        each = [tempered, *filters, *noise, target, ids]
+        launch("sample_among", {"rows": count}, [edited, *found, *each, vocab, chunks])
+    else:
+        launch("sample_max", size, [edited, best, argmax, vocab])
+        if draw == "any":
+            bins = inout(np.zeros((count, BINS)), np.uint32)
+            masses = inout(np.zeros((count, BINS)), np.uint64)
+            threshold = empty(count, np.float32)
+            common = [edited, best, argmax, tempered]
+            with_bins = [*common, *filters, target, bins, masses]
+            launch("sample_count", size, [*with_bins, vocab])
+            launch("sample_collect", size, [*with_bins, listed, lists, vocab])
+            launch("sample_threshold", {"rows": count}, [
+                *with_bins, listed, lists, threshold, vocab, chunks,
+            ])  # fmt: skip
+            assert not bins.any()
+            assert not masses.any()
+            launch("sample_draw", size, [*common, threshold, *noise, target, score, drawn, vocab])
+        launch("sample_pick", {"rows": count}, [
+            best, argmax, score, drawn, tempered, target, ids, chunks,
+        ])  # fmt: skip
     if rows.max_logprobs < 0:
         return ids, {}
     parts: list[Array | None] = [empty((count, chunks), np.float32) for _ in range(2)]
@@ -127,8 +144,12 @@ def check(
 ) -> StepResult:
     fed = np.zeros(len(logits), np.int32) if fed is None else fed
     want = sample(logits.astype(np.float32), rows, fed)
-    ids, logprobs = run_sampler(emulator, logits, rows, fed)
+    draw = draw_of(rows)
+    ids, logprobs = run_sampler(emulator, logits, rows, fed, draw)
     np.testing.assert_array_equal(ids, want.ids)
+    if draw == "few":  # a batch mate may want more
+        ids, _ = run_sampler(emulator, logits, replace(rows, max_logprobs=-1), fed, "any")
+        np.testing.assert_array_equal(ids, want.ids)
     for name, got in logprobs.items():
         assert want.logprobs is not None
         if got.dtype == np.float32:
@@ -167,13 +188,64 @@ def test_draws_are_the_references(emulator: Emulator, vocab: int) -> None:
     check(emulator, logits, rows)
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_draws_from_few_ids_are_the_references(emulator: Emulator, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    count = 5
+    rows = sampling_rows(
+        count,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.5], count),
+        top_k=[1, 20, FEW, 9, 2],
+        top_p=rng.choice([1.0, 0.95, 0.5, 0.01], count),
+        min_p=rng.choice([0.0, 0.02, 1.0], count),
+        seed=rng.integers(0, 1 << 63, count),
+        position=rng.integers(0, 1 << 20, count),
+        target=[-1, -1, -1, -1, 0],
+    )
+    assert draw_of(rows) == "few"
+    check(emulator, rng.standard_normal((count, vocab)) * 3, rows)
+    check(
+        emulator, rng.standard_normal((1, vocab)), sampling_rows(1, temperature=1, top_k=20, seed=3)
+    )
+
+
+def test_flat_rows_take_no_more_than_their_filters_leave(emulator: Emulator) -> None:
+    """Whatever is kept by mistake is drawn: most of the mass lies below the thresholds."""
+    logits = np.random.default_rng(4).standard_normal((4, CHUNK + 777))
+    top_k, top_p = [FEW + 6, 0, 300, 20], [1, 0.02, 0.5, 0.3]
+    check(emulator, logits, sampling_rows(4, top_k=top_k, top_p=top_p, temperature=3, seed=7))
+    check(emulator, logits[:2], sampling_rows(2, top_k=[20, 9], temperature=3, seed=[5, 6]))
+
+
+def test_few_ids_as_likely_as_the_last_all_stay(emulator: Emulator) -> None:
+    """Their logits differ by more than a list allows for, and their x do not."""
+    logits = np.full((4, 512), -5e4, np.float32)
+    logits[:, 1:101] = 1 + np.arange(100) * np.float32(1e-6)
+    logits[:, 0] = 3000.0
+    check(emulator, logits, sampling_rows(4, top_k=2, temperature=1e4, seed=range(4)))
+
+
+def test_what_no_list_holds_is_found_in_the_whole_row(emulator: Emulator) -> None:
+    """More ties than a list has places; ids whose logits differ, and whose x do not."""
+    count, vocab = 3, CHUNK + 300
+    rng = np.random.default_rng(3)
+    flat = rng.integers(0, 3, (count, vocab)) * 0.001
+    common = {"seed": np.arange(count), "temperature": [1.0, 0.2, 3.0]}
+    check(emulator, flat, sampling_rows(count, top_k=5, top_p=[1, 0.7, 1], **common))
+    check(emulator, flat, sampling_rows(count, top_k=[0, 700, 0], top_p=0.4, **common))
+    close = (1 + np.arange(count * vocab) % vocab * 2.0**-23).reshape(count, -1).astype(np.float32)
+    close[:, 77] = 3000.0  # far above: the others' x are equal by the hundred
+    rows = sampling_rows(count, top_k=[2, 5, 64], **{**common, "temperature": 1e4})
+    check(emulator, close, rows)
+
+
 def test_ties_at_the_edge_of_top_k_and_top_p_stay_together(emulator: Emulator) -> None:
     rng = np.random.default_rng(5)
-    logits = rng.integers(-4, 3, (16, 300)).astype(np.float32)
-    common = {"seed": np.arange(16), "temperature": 0.9}
-    check(emulator, logits, sampling_rows(16, top_k=7, **common))
-    check(emulator, logits, sampling_rows(16, top_p=0.37, **common))
-    check(emulator, logits, sampling_rows(16, top_k=150, top_p=0.6, min_p=0.01, **common))
+    logits = rng.integers(-4, 3, (9, 300)).astype(np.float32)
+    top_k, top_p = [7] * 3 + [0] * 3 + [150] * 3, [1] * 3 + [0.37] * 3 + [0.6] * 3
+    common = {"seed": np.arange(9), "temperature": 0.9}
+    check(emulator, logits, sampling_rows(9, top_k=top_k, top_p=top_p, min_p=0.01, **common))
+    check(emulator, logits[:3], sampling_rows(3, top_k=7, seed=np.arange(3), temperature=0.9))
 
 
 def test_masks_edits_and_penalties(emulator: Emulator) -> None:

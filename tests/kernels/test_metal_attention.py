@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "int8": {"kv": "int8"},
     "fp8": {"kv": "fp8"},
+    "q4": {"kv": "q4", "size": 80},
+    "q8,q4": {"kv": "q8,q4", "window": 37, "sinks": True},
     "float16": {"kv": "f16", "dtype": "f16"},
     "bfloat16": {"kv": "bf16", "dtype": "bf16"},
     "everything": {

@@ -40,8 +40,11 @@ class IdleDevice(EmulatedDevice):
     def launch(self, variant: Variant, sizes: dict[str, int], arguments: Any) -> None:
         shape = variant.launch(sizes)
         assert all(shape.grid), variant.kernel.entry
-        if variant.kernel.entry == "sample_pick":
-            self.submit("launch", lambda: array(arguments[-2], np.int32).fill(0))
+        if variant.kernel.entry in ("sample_pick", "sample_among"):
+            named = dict(
+                zip((one.name for one in variant.kernel.arguments), arguments, strict=True)
+            )
+            self.submit("launch", lambda: array(named["ids"], np.int32).fill(0))
 
     def multiply(self, product: Product, *operands: Any) -> None:
         return
@@ -101,6 +104,7 @@ def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
         "8b q4_k_m",
         "0.6b fp8 blocks",
         "256 x 1024 on 0.6b",
+        "sampler",
     ],
 )
 def test_parts_run_to_their_end(
@@ -112,7 +116,7 @@ def test_parts_run_to_their_end(
         measure.REHEARSAL,
         time.perf_counter() + 60,
         tmp_path / "part.json",
-        {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0},
+        {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0, "node_us": 2.0},
         IdleDevice,
         rehearse=True,
     )
@@ -120,8 +124,9 @@ def test_parts_run_to_their_end(
     found = json.loads((tmp_path / "part.json").read_text())
     assert found == shared.found
     wanted = {
-        "ceilings": {"copy_gb_s", "bf16_tflop_s", "node_us"},
+        "ceilings": {"copy_gb_s", "bf16_tflop_s", "node_us", "launch_us"},
         "256 x 1024 on 0.6b": {"tokens_s", "step_ms"},
+        "sampler": {f"{draw} x {count}" for draw in ("greedy", "few", "any") for count in (1, 3)},
     }.get(part, {"decode 3 x 40", "decode 1 x 20", "prefill 24", "load_s", "weights_gb_s"})
     assert wanted <= set(found)
     assert "cut" not in found
@@ -211,12 +216,17 @@ def test_the_table_holds_what_was_found_to_the_goals(bench: Any) -> None:
         "0.6b bf16": {"status": "ok", "seconds": 1.0, "decode 1 x 128": step},
         "256 x 1024 on 0.6b": {"status": "ok", "seconds": 1.0, "tokens_s": 46_000.0},
         "start, warm": {"status": "ok", "seconds": 1.0, "first_token_s": 3.5},
+        "sampler": {"status": "ok", "seconds": 1.0, "few x 1": {"us": 12.0}},
+        "ceilings": {"status": "ok", "seconds": 1.0, "launch_us": 2.5},
     }
     lines = figures.table(report).splitlines()[-len(figures.GOALS) :]
     assert [line.strip() for line in lines] == [
         "8B BF16 decode, share of the bandwidth: 0.84 (decode 4 x 128), at least 0.85: MISSED",
         "0.6B batch 1, ms a step: 0.3 (decode 1 x 128), at most 0.36: MET",
         "0.6B x 256, tokens/s: 4.6e+04 (tokens_s), at least 45000: MET",
+        "draw of one row with top_k, us: 12 (few x 1), at most 20: MET",
+        "draws of 256 rows with top_k, us: not measured",
+        "host time of a launch, us: 2.5 (launch_us), at most 2: MISSED",
         "0.6B prefill, share of the matmul rate: not measured",
         "8B prefill, share of the matmul rate: not measured",
         "warm start of the 0.6B, s: 3.5 (first_token_s), at most 3: MISSED",

@@ -132,6 +132,7 @@ def test_every_figure_exists_and_goals_are_of_them(bench: Any) -> None:
     scale = measure.Scale()
     cases = {f"decode {b} x {c}" for b in scale.batches for c in scale.contexts}
     cases |= {f"prefill {length}" for length in scale.prefills} | {"tokens_s", "first_token_s"}
+    cases |= {"launch_us", "few x 1", f"few x {scale.first[-1][0]}"}
     for goal in table.GOALS:
         assert goal.part in {part.name for part in both}
         assert any(case.startswith(goal.case) for case in cases), goal.case

@@ -72,8 +72,8 @@ def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: st
         "model phi",
         "model flex-olmo",
         "model mamba2",
-        "model distilbert",
-        "model distilbert-classifier",
+        "model electra",
+        "model electra-classifier",
     ]
     expected = found["ids"]["numpy"]
     assert [len(output) for output in expected] == [16, 16]
@@ -90,7 +90,7 @@ def test_its_own_tests_pass(root: Path, installed: str) -> None:
     [
         ("An MoE decoder in one file", "flex_olmo.py"),
         ("Recurrent layers in one file", "mamba2.py"),
-        ("A model that answers with vectors in one file", "distilbert.py"),
+        ("A model that answers with vectors in one file", "electra.py"),
     ],
 )
 def test_the_tutorial_shows_the_file_that_is_tested(root: Path, heading: str, name: str) -> None:

@@ -33,6 +33,7 @@ ALLOWED = {
         "opentelemetry",  # in vllmx_server.watch.spans alone, see below
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
+    "vllmx_ray": {"vllmx_core", "vllmx_engine", "msgspec", "ray"},
     "vllmx_demo": {"vllmx_core"},
     "vllmx_testing": {"vllmx_core", "vllmx_cuda", "numpy", "pytest"},
     "vllmx": {
@@ -50,7 +51,7 @@ IN_FUNCTIONS = {
     "vllmx_testing": {"torch", "transformers", "safetensors", "ml_dtypes"},
     "vllmx_cuda": {"cupy"},
     "vllmx_torch": {"transformers"},
-    "vllmx_engine": {"llguidance", "PIL"},
+    "vllmx_engine": {"llguidance", "PIL", "soundfile"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx_server": {"anyio", "httpx2", "mcp", "mcp_types", "pydantic"},
     "vllmx": {"msgspec", "prompt_toolkit"},
@@ -58,7 +59,7 @@ IN_FUNCTIONS = {
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
-    "llguidance", "PIL", "opentelemetry", "mcp", "pydantic",
+    "llguidance", "PIL", "soundfile", "opentelemetry", "mcp", "pydantic",
 )  # fmt: skip
 
 
@@ -178,12 +179,16 @@ STREETS = {
     "vllmx_engine": (
         {"wire", "text"},
         {"grammar", "images"},
-        {"core", "formats"},
+        {"core", "formats", "audio"},
         {"link", "client"},
+        {"replicas", "speech"},
         {
             "async_core",
             "async_llm",
+            "core_start",
+            "beam_stream",
             "llm",
+            "llm_arguments",
             "engine",
             "grammars",
             "streams",

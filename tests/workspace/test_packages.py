@@ -18,6 +18,7 @@ EXPECTED = {
     "vllmx-engine",
     "vllmx-metal",
     "vllmx-models",
+    "vllmx-ray",
     "vllmx-server",
     "vllmx-testing",
     "vllmx-torch",

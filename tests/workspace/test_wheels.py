@@ -24,7 +24,7 @@ from vllmx_cpu import build
 
 PURE = (
     "vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-server", "vllmx-demo",
-    "vllmx-torch", "vllmx-cuda", "vllmx-metal", "vllmx-tp", "vllmx-testing",
+    "vllmx-torch", "vllmx-cuda", "vllmx-metal", "vllmx-tp", "vllmx-ray", "vllmx-testing",
 )  # fmt: skip
 
 
@@ -156,9 +156,10 @@ def test_tags_of_the_cpu_wheel(
 
 
 OURS = {
-    "vllmx": 0.12, "vllmx-core": 0.24, "vllmx-engine": 0.43, "vllmx-models": 0.3,
-    "vllmx-server": 0.44, "vllmx-demo": 9.6, "vllmx-cpu": 2.6, "vllmx-torch": 0.1,
-    "vllmx-metal": 0.1, "vllmx-cuda": 0.32, "vllmx-tp": 0.07, "vllmx-testing": 0.15,
+    "vllmx": 0.16, "vllmx-core": 0.28, "vllmx-engine": 0.54, "vllmx-models": 0.38,
+    "vllmx-server": 0.58, "vllmx-demo": 9.6, "vllmx-cpu": 2.8, "vllmx-torch": 0.1,
+    "vllmx-metal": 0.1, "vllmx-cuda": 0.36, "vllmx-tp": 0.07, "vllmx-testing": 0.15,
+    "vllmx-ray": 0.02,
 }  # fmt: skip
 """Greatest size of each wheel, in MB."""
 

@@ -25,6 +25,7 @@ REMAINING = {
     "vllmx-engine": 0,
     "vllmx-metal": 0,
     "vllmx-models": 0,
+    "vllmx-ray": 0,
     "vllmx-server": 0,
     "vllmx-testing": 0,
     "vllmx-torch": 0,

@@ -30,8 +30,8 @@ def test_plugin() -> None:
         "model phi",
         "model flex-olmo",
         "model mamba2",
-        "model distilbert",
-        "model distilbert-classifier",
+        "model electra",
+        "model electra-classifier",
     )
 
 

@@ -35,8 +35,13 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
         "startTimeoutSeconds": 600,
     }
     path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
-    done = chat(path, "What is the weather in Paris?\n/undo\n/show\n")
+    asked = "What is the weather in Paris?\n"
+    done = chat(path, f"{asked}/undo\n/show\n/tools\n/tools off\n{asked}/tools maybe\n")
     assert done.returncode == 0, done.stderr
+    assert "weather__get_weather  " in done.stdout
+    assert "/tools off keeps them from the model" in done.stdout
+    assert done.stdout.count('{"city": "Paris"}') == 1  # not called while they are off
+    assert "say /tools, /tools on or /tools off, not 'maybe'" in done.stdout
     assert '{"city": "Paris"}' in done.stdout
     result = '< { "temperature": 21, "sky": "sunny" }'
     assert result in done.stdout

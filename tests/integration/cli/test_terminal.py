@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from vllmx.chat_history import MAX_ENTRIES, load, save
+from vllmx.terminal.history import MAX_ENTRIES, load, save
 
 from tests.waiting import PATIENCE_S
 
@@ -126,3 +126,27 @@ def test_the_history_is_bounded_and_survives_a_bad_file(tmp_path: Path) -> None:
     assert load(path) == []
     assert load(tmp_path / "none") == []
     save(Path("/dev/null/folder/history"), ["x"])
+
+
+def test_commands_and_files_are_completed(tmp_path: Path) -> None:
+    needs_gnu_readline()
+    (tmp_path / "a note.txt").write_text("one")
+    (tmp_path / "notes.txt").write_text("The fox is red.")
+    with terminal(tmp_path, "run", "demo", "--temperature", "0", "--max-tokens", "4") as chat:
+        chat.until("> ")
+        chat.type("/spec\t")
+        chat.until("/speculate")
+        chat.type(" ngram\r")
+        chat.until("drafts by: ngram")
+        chat.type(f"/file {tmp_path}/not\t\r")
+        chat.until("goes with the next question (1 attached)")
+        chat.type("What is red?\r")
+        chat.until("tokens/s")
+        chat.type("/show\r")
+        chat.until("The fox is red.\r\n\r\nWhat is red?")
+        chat.type("/speculate nothing\r")
+        chat.until("--speculate must be one of")
+        chat.type("And green?\r")
+        chat.until("tokens/s", 2)
+        chat.type("/quit\r")
+        assert chat.process.wait(PATIENCE_S) == 0

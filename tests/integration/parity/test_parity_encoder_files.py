@@ -19,6 +19,7 @@ from .conftest import registry
 from .test_parity_encoders import (
     EMBEDDING_GEMMA,
     LONGEST,
+    NOMIC_MOE,
     TINY,
     Built,
     Case,
@@ -35,6 +36,10 @@ FORMS = {
     "modernbert": "MODERN_BERT",
     "nomic_bert": "NOMIC_BERT",
     "gemma3_text": "GEMMA_EMBEDDING",
+    "eurobert": "EUROBERT",
+    "jina_bert": "JINA_BERT_V2",
+    "jina_embeddings_v3": "JINA_BERT_V3",
+    "nomic_moe": "NOMIC_BERT_MOE",
 }
 CASES = [
     Case("bert", "bert"),
@@ -42,6 +47,11 @@ CASES = [
     Case("roberta", "roberta", {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1}),
     Case("modernbert", "modernbert", {"local_attention": 12, "norm_bias": True}),
     Case("nomic-bert", "nomic_bert"),
+    Case("eurobert", "eurobert", {"num_key_value_heads": 2, "head_dim": 16}),
+    Case("jina-v2", "jina_bert", {"feed_forward_type": "geglu", "type_vocab_size": 2}),
+    Case("jina-v2-split", "jina_bert", {"feed_forward_type": "geglu", "type_vocab_size": 2}),
+    Case("jina-v3", "jina_embeddings_v3"),
+    Case("nomic-bert-moe", "nomic_moe", {**NOMIC_MOE, "moe_bias": False}),
     Case("embedding-gemma", "gemma3_text", {**EMBEDDING_GEMMA, "query_pre_attn_scalar": 16}),
 ]
 EXTRA: dict[str, dict[str, Any]] = {
@@ -53,6 +63,12 @@ EXTRA: dict[str, dict[str, Any]] = {
                         "rope.freq_base": 1e6, "pooling_type": 1},
     "nomic-bert": {"rope.freq_base": 1000.0},
     "bert": {"pooling_type": 2},
+    "eurobert": {"attention.layer_norm_rms_epsilon": 1e-5, "attention.head_count_kv": 2,
+                 "attention.key_length": 16, "attention.value_length": 16,
+                 "rope.freq_base": 10000.0},
+    "jina-v3": {"rope.freq_base": 20000.0},
+    "nomic-bert-moe": {"rope.freq_base": 10000.0, "moe_every_n_layers": 2, "expert_count": 5,
+                       "expert_used_count": 2},
 }  # fmt: skip
 DENSE = {"embedding-gemma": {"dense_2.weight": (64, 48), "dense_3.weight": (48, 64)}}
 HEADS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}
@@ -61,15 +77,16 @@ HEADS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}
 def write(given: Built, case: Case, path: Path, **changes: Any) -> Path:
     """The folder that transformers saved as llama.cpp's converter would write it."""
     form = getattr(gguf.MODEL_ARCH, FORMS[case.model_type])
-    names = gguf.get_tensor_name_map(form, TINY["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(form, 4)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[form])
-    writer.add_block_count(TINY["num_hidden_layers"])
+    layers = case.options.get("n_layer", TINY["num_hidden_layers"])
+    writer.add_block_count(layers)
     writer.add_context_length(LONGEST)
     writer.add_embedding_length(TINY["hidden_size"])
     writer.add_feed_forward_length(TINY["intermediate_size"])
     writer.add_head_count(TINY["num_attention_heads"])
     eps = 1e-5 if case.model_type in ("modernbert", "roberta") else 1e-12
-    if case.model_type != "gemma3_text":
+    if case.model_type not in ("gemma3_text", "eurobert"):
         writer.add_layer_norm_eps(given.config.get("layer_norm_eps", eps))
     values = {"attention.causal": False, **EXTRA.get(case.name, {}), **changes}
     for key, value in values.items():
@@ -80,9 +97,17 @@ def write(given: Built, case: Case, path: Path, **changes: Any) -> Path:
         stem, dot, end = name.rpartition(".")
         if "pooler" in stem and not case.labels:
             continue
+        tensor = source.part(name).dequantize()
+        if name.endswith((".w1", ".w2")):
+            stem, dot, end = name, ".", "weight"
+            tensor = tensor.reshape(case.options["num_experts"], -1, tensor.shape[-1])
+            tensor = tensor.swapaxes(1, 2) if name.endswith("w2") else tensor
+        if stem.endswith("gated_layers") and case.name == "jina-v2-split":
+            for half, part in zip("wv", np.split(tensor, 2), strict=True):
+                writer.add_tensor(f"{names.get_name(f'{stem}_{half}')}.weight", part)
+            continue
         found = HEADS.get(stem) or names.get_name(stem.removeprefix("bert."))
         assert found is not None, name
-        tensor = source.part(name).dequantize()
         if found == "position_embd":
             tensor = tensor[len(tensor) - LONGEST :]
         if case.model_type == "gemma3_text" and stem.endswith("norm"):

@@ -23,7 +23,8 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 GROUPS = {"n_group": 4, "topk_group": 2}
-INDEXED = LATENT | {"index_topk": parity.LENGTH, "index_head_dim": 16, "index_n_heads": 2}
+INDEXED = LATENT | {"index_topk": 9, "index_head_dim": 16, "index_n_heads": 32}
+SHARED = INDEXED | {"indexer_types": ["full", "shared", "full"]}
 CASES = [
     Case("deepseek-v2-dense", "deepseek_v2",
          LATENT | {"q_lora_rank": None, "first_k_dense_replace": 3, "attention_bias": True}),
@@ -38,8 +39,10 @@ CASES = [
          LATENT | rope(**YARN, mscale=0.7, mscale_all_dim=1.3), old_style=True),
     Case("deepseek-v3-bf16-shards", "deepseek_v3", LATENT, "bfloat16", True),
     Case("glm4-moe-lite", "glm4_moe_lite", LATENT | {"n_shared_experts": 2}),
-    Case("deepseek-v32", "deepseek_v32", INDEXED, max_model_len=parity.LENGTH, seed=1),
-    Case("glm-moe-dsa", "glm_moe_dsa", INDEXED, max_model_len=parity.LENGTH, seed=1),
+    Case("deepseek-v32", "deepseek_v32", INDEXED, seed=1),
+    Case("deepseek-v32-all", "deepseek_v32", INDEXED | {"index_topk": parity.LENGTH}),
+    Case("glm-moe-dsa", "glm_moe_dsa", INDEXED, seed=2),
+    Case("glm-moe-dsa-shared", "glm_moe_dsa", SHARED, seed=2),
 ]  # fmt: skip
 
 

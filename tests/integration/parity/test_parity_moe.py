@@ -71,9 +71,14 @@ def spied(gaps: list[float]) -> Callable[..., Any]:
     """The oracle's `route`, which also notes how near each choice of experts was to another."""
 
     def route_(
-        logits: Any, spec: RouteSpec, bias: Any = None, factor: Any = None, xp: Arrays = NUMPY
+        logits: Any,
+        spec: RouteSpec,
+        bias: Any = None,
+        factor: Any = None,
+        xp: Arrays = NUMPY,
+        named: Any = None,
     ) -> Any:
-        ids, weights = route(logits, spec, bias, factor, xp)
+        ids, weights = route(logits, spec, bias, factor, xp, named)
         if xp is not NUMPY:
             return ids, weights
         scores = route_scores(logits, spec) + (0 if bias is None else bias)

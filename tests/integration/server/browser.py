@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ def running_chromium() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="opens the page by Playwright")
     with playwright.sync_playwright() as driver:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
         browser = driver.chromium.launch(executable_path=path, args=flags)
         try:
             yield browser
@@ -91,6 +92,15 @@ class Tab:
         headers = {"content-type": "text/event-stream"}
         self.page.unroute(CHAT)
         self.page.route(CHAT, lambda route: route.fulfill(body=body, headers=headers))
+
+
+OpenTab = Callable[..., Tab]
+
+
+def set_number(tab: Tab, label: str, value: str) -> None:
+    tab.page.get_by_role("button", name="Settings").first.click()
+    tab.page.get_by_label(label, exact=True).fill(value)
+    tab.page.get_by_label("Close the settings").click()
 
 
 def events(deltas: Iterable[dict[str, Any]], finish: str) -> str:

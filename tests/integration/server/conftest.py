@@ -22,6 +22,8 @@ from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpo
 
 from tests.waiting import PATIENCE_S, wait_until
 
+from .browser import OpenTab, Tab, running_chromium
+
 PLAIN: dict[str, Any] = {"timeout": PATIENCE_S, "verify": False}
 """Of a request without TLS: else each reads the list of authorities, for a fiftieth of a second."""
 SERVES = re.compile(r'(?:^ +|: )((?:http|unix)\S*)/v1(?:"})?$', re.MULTILINE)
@@ -160,3 +162,45 @@ def fake_server(fake_model: Path, fake_environment: dict[str, str]) -> MakeFake:
 @pytest.fixture
 def hanging_server(fake_server: MakeFake, hanging_model: Path) -> MakeFake:
     return partial(fake_server, "--model", str(hanging_model))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chat_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A template without special tokens: the fake model has none."""
+    template = tmp_path_factory.mktemp("template") / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    return ("--chat-template", str(template))
+
+
+@pytest.fixture(scope="module")
+def page_server(
+    browser: Any, fake_server: MakeFake, chat_flags: tuple[str, ...]
+) -> Iterator[RunningServer]:
+    """A server; it is not started where no browser is."""
+    with fake_server(*chat_flags) as running:
+        yield running
+
+
+@pytest.fixture
+def open_tab(browser: Any, page_server: RunningServer) -> Iterator[OpenTab]:
+    """Opens a tab of `page_server` unless another URL is given. What goes wrong within the page
+    fails a test, and so does a dialog that a script opened."""
+    tabs: list[Tab] = []
+
+    def make(url: str = page_server.url, **options: Any) -> Tab:
+        tab = Tab(browser, f"{url}/", **options)
+        tabs.append(tab)
+        tab.open()
+        return tab
+
+    yield make
+    troubles = [trouble for tab in tabs for trouble in tab.troubles]
+    for tab in tabs:
+        tab.context.close()
+    assert not troubles

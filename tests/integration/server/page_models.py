@@ -18,8 +18,12 @@ from vllmx_demo.source import MODEL_FOLDER
 
 from tests.waiting import PATIENCE_S
 
+from ..audio_models import FAMILIES as AUDIO_FAMILIES  # noqa: TID252
+from ..audio_models import save as save_audio  # noqa: TID252
 from ..image_files import write_text, write_tower  # noqa: TID252 - no package to name
 from ..image_models import FAMILIES, save  # noqa: TID252
+from ..whisper_models import make as make_whisper  # noqa: TID252
+from ..whisper_models import save as save_whisper  # noqa: TID252
 
 TEXT = ("my-model", "model", "MODEL", "qwen3", "qwen3-8b", "Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B")
 FILES = ("my-model-Q4_K_M.gguf", "model.gguf", "a.gguf", "b.gguf", "in.gguf")
@@ -33,6 +37,8 @@ HUB = {
     "BAAI/bge-reranker-v2-m3": "classify",
     "Qwen/Qwen3.5-4B": "images",
     "ggml-org/Qwen3-VL-2B-Instruct-GGUF": "image files",
+    "Qwen/Qwen2-Audio-7B-Instruct": "audio chats",
+    "openai/whisper-large-v3-turbo": "audio",
 }
 """Repositories in the cache of the hub, and what lies there: see `MAKERS`."""
 
@@ -99,7 +105,12 @@ def _image_files(folder: Path) -> None:
     write_tower(folder / "mmproj-F16.gguf", "qwen3_vl", model)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
+def _audio_chats(folder: Path) -> None:
+    family = AUDIO_FAMILIES["qwen2_audio"]
+    save_audio(family, family.make(), folder)
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
     "text": _text,
     "file": _file,
     "embed": lambda folder: _text(folder, architectures=["Qwen3Model"]),
@@ -107,6 +118,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "classify": _classify,
     "images": _images,
     "image files": _image_files,
+    "audio chats": _audio_chats,
+    "audio": lambda folder: save_whisper(make_whisper(), folder),
 }
 
 

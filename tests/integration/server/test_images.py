@@ -20,6 +20,10 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from vllmx.terminal.conversation import Conversation
+from vllmx.terminal.remote import RemoteModel
+from vllmx.terminal.rounds import LocalModel
+from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.llm import LLM
 
@@ -267,6 +271,26 @@ def test_anthropic_images_in_the_system_prompt_are_refused(seeing: RunningServer
     answer = seeing.post("/v1/messages", body)
     assert answer.status_code == 400, answer.text
     assert "has the type 'image', which is not served here" in answer.json()["error"]["message"]
+
+
+def test_a_chat_in_the_terminal_shows_an_image_here_and_over_the_server(
+    seeing: RunningServer, folder: Path
+) -> None:
+    """`/image FILE` of `vllmx chat`: what the server answers to the same request."""
+    asked = chat(part(data_url(GOOD)), WORD)
+    wanted = seeing.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+    here = LocalModel(
+        EngineConfig(
+            model=str(folder), backend="numpy", dtype="float32", max_model_len=200, num_kv_blocks=64
+        ),
+        {},
+    )
+    for model in (here, RemoteModel(seeing.url, None, None, {})):
+        talk = Conversation(model, {"temperature": 0, "max_tokens": 4}, None)
+        talk.command(f"/image {folder / 'images' / 'cat.png'}")
+        assert "".join(talk.answer("w5")) == wanted
+        assert talk.messages[0]["content"][0]["type"] == "image_url"
+        model.close()
 
 
 def test_a_model_of_text_alone_says_so(server: RunningServer) -> None:

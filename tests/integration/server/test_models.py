@@ -33,6 +33,7 @@ def flags(folder: Path) -> tuple[str, ...]:
         f"--model=broken={folder / 'broken'},load=on-demand",
         "--admin-key=operator",
         "--sse-ping-interval-s=0.05",
+        "--apis=ollama",
     )
 
 
@@ -105,6 +106,22 @@ def test_a_stream_waits_with_pings_for_a_model_that_loads(models: RunningServer)
     events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
     assert {event["model"] for event in events} == {"two"}
     assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_of_lines_has_no_pings_while_its_model_loads(models: RunningServer) -> None:
+    """Ollama's clients read every line as JSON, and may add a tag to a name."""
+    wait_until(  # a moment after its last request
+        lambda: models.post("/v1/models/unload", {"model": "two"}, headers=ADMIN).status_code == 200
+    )
+    tags = {each["name"] for each in models.get("/api/tags").json()["models"]}
+    assert tags == {"one", "uno", "two", "due", "broken"}
+    assert {each["name"] for each in models.get("/api/ps").json()["models"]} == {"one", "uno"}
+    body = {"model": "due:latest", "prompt": "ab", "raw": True, "options": {"num_predict": 3}}
+    answer = models.post("/api/generate", {**body, "stream": True})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert lines[-1]["eval_count"] == 3
+    assert models.post("/api/show", {"model": "broken"}).json().keys() == {"error"}
 
 
 def test_who_would_wait_too_long_for_a_model_is_sent_away(

@@ -3,6 +3,7 @@ in place of those that they name. A server answers a question before it is ended
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
@@ -13,27 +14,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.waiting import PATIENCE_S
 
 from ...null.images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name
-from .conftest import RunningServer, running_server
+from ..whisper_models import sound, wav  # noqa: TID252
+from .conftest import PLAIN, RunningServer, running_server
 from .page_models import FILES, HUB, TEXT, Make, furnish, makes
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 PICTURE = data_url(stored(picture(24, 16)))
+SOUND = base64.b64encode(wav(sound(1))).decode()
+SHOWN_TO: dict[str, list[dict[str, Any]]] = {
+    "images": [{"type": "image_url", "image_url": {"url": PICTURE}}],
+    "audio chats": [{"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}],
+}
+"""What is said to models of a kind, in place of words."""
 
 NOT_RUN = {
     r"git clone ": "fetches these files",
     r"python3 -m venv ": "is what CI begins with",
     r"\.venv/bin/python -m pytest": "is the suite of which this is a part",
     r"\.venv/bin/pre-commit ": "is a program of others, and writes into the repository",
+    r"vllmx pull ": "asks the hub; test_pull.py has a small one",
     r"pip install ": "asks an index of packages",
     r"docker ": "needs Docker's service; test_deploy_page.py reads the files",
     r"kubectl ": "needs a cluster; test_deploy_page.py reads the manifest",
+    r"vllmx serve MODEL --lora ": "needs adapters; test_adapters.py has some",
+    r"vllmx core ": "serves other hosts; test_replica_hosts.py has some",
+    r"vllmx serve \S+ --replica-hosts ": "needs such hosts",
+    r"vllmx serve MODEL --ray-address ": "needs a cluster of Ray",
+    r"vllmx quantize MODEL merged.gguf": "needs one too; test_lora.py has some",
     r"python bench/": "takes minutes and large models; test_moving_page.py looks for the flags",
     r"ANTHROPIC_BASE_URL=\S+ .* claude$": "is a program of others; its API has tests of its own",
 }
@@ -54,7 +69,8 @@ REPLACED = (
     (r"bench speculate", "bench speculate --output-len 4 --repeat 1"),
     (r"ngram(,suffix)?,twin", "ngram"),  # tiny models have no layers that 4 bits fit
     (r"--speculate model:\S+", "--speculate suffix"),
-    (r"(vllmx plan MODEL)", r"\1 --on rtx4090"),  # else it measures for 20 seconds
+    (r"vllmx run qwen3:4b", "vllmx run Qwen/Qwen3-0.6B"),  # whose stand-in is in the cache
+    (r"(vllmx ps)", r"\1 --url http://127.0.0.1:8000"),
     (r"(vllmx top)", r"\1 --url http://127.0.0.1:8000 --count 1"),  # else it never ends
     (r'eval "\$\((vllmx completion zsh)\)"', r"\1"),  # that shell is seldom there, and ...
     (r"(vllmx completion fish) \| source", r"\1"),  # ... neither is this one
@@ -211,6 +227,11 @@ def ask(server: RunningServer, command: str, key: str | None) -> None:
     for card in listed.json()["data"]:
         body: dict[str, Any] = {"model": card["id"]}
         path = "/v1/chat/completions"
+        if kind == "audio":
+            url, files = f"{server.url}/v1/audio/transcriptions", {"file": wav(sound(0.2))}
+            answer = httpx.post(url, data=body, files=files, headers=with_key, **PLAIN)
+            assert answer.status_code == 200, (command, answer.text)
+            continue
         if kind == "embed":
             path = "/v1/embeddings"
             body["input"] = "Hello!"
@@ -218,8 +239,7 @@ def ask(server: RunningServer, command: str, key: str | None) -> None:
             path = "/v1/rerank"
             body |= {"query": "Hello!", "documents": ["one", "two"]}
         else:
-            seen = [{"type": "image_url", "image_url": {"url": PICTURE}}]
-            content = seen if kind == "images" else "Hello!"
+            content = SHOWN_TO.get(kind, "Hello!")
             body |= {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
         answer = server.post(path, body, headers=with_key)
         assert answer.status_code == 200, (command, answer.text)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from vllmx_core.config import EngineConfig
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.async_llm import AsyncLLM
@@ -222,3 +223,37 @@ async def test_a_generating_model_makes_no_vectors_unless_asked(serve: Serve) ->
     async with serve("demo", max_model_len=64, task="embed") as client:
         answer = await ask(client, "/v1/embeddings", input="x")
         assert len(answer["data"][0]["embedding"]) > 8
+
+
+async def test_late_interaction(serve: Serve, tmp_path: Path) -> None:
+    """ColBERT as PyLate saves it: vectors of tokens, and scores by MaxSim."""
+    torch.manual_seed(0)
+    model, dense = (
+        transformers.BertModel(transformers.BertConfig(**CONFIG)).eval(),
+        tmp_path / "1_Dense",
+    )
+    dense.mkdir()
+    weight = torch.randn(8, 32)
+    save_file({"linear.weight": weight.numpy()}, dense / "model.safetensors")
+    sizes = {"in_features": 32, "out_features": 8, "bias": False}
+    (dense / "config.json").write_text(json.dumps(sizes))
+    listed = [{"type": "Transformer", "path": ""}, {"type": "Dense", "path": "1_Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    texts = ["The cat", "a dog", "Once upon a time"]
+    async with serve(model) as client:
+        expected = []
+        for text in texts:
+            tokens = (await ask(client, "/tokenize", prompt=text))["tokens"]
+            with torch.no_grad():
+                rows = model(torch.tensor([tokens])).last_hidden_state[0] @ weight.T
+            expected.append(torch.nn.functional.normalize(rows, dim=-1).numpy())
+        answer = await ask(client, "/pooling", input=texts)
+        for row, wanted in zip(answer["data"], expected, strict=True):
+            np.testing.assert_allclose(row["data"], wanted, atol=2e-5)
+        wanted = [float((expected[0] @ each.T).max(axis=1).sum()) for each in expected]
+        scored = await ask(client, "/score", text_1=texts[0], text_2=texts)
+        np.testing.assert_allclose([each["score"] for each in scored["data"]], wanted, atol=2e-5)
+        ranked = await ask(client, "/rerank", query=texts[0], documents=texts)
+        found = [each["index"] for each in ranked["results"]]
+        assert found == sorted(range(3), key=lambda place: -wanted[place])
+        assert "makes no embeddings" in await refused(client, "/v1/embeddings", input="a")

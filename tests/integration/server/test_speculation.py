@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from vllmx_demo.source import MODEL_FOLDER
 
 from .conftest import RunningServer, running_server
 
@@ -106,3 +110,52 @@ def test_usage_of_a_stream_has_its_drafts(drafting: RunningServer) -> None:
     assert details["accepted_prediction_tokens"] > 0
     texts = [c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]]
     assert "".join(texts) == text(chat(drafting, max_tokens=24))
+
+
+def test_heads_draft_over_http(tmp_path: Path) -> None:
+    """A checkpoint with a layer of multi-token prediction."""
+    pytest.importorskip("transformers")
+    from tests.backend.test_recurrent_architectures import TestQwen35
+    from tests.head_checkpoints import QWEN, random_model, save_with_head, with_few_likely_ids
+
+    config = dict(TestQwen35.config) | {"vocab_size": 4096}
+    save_with_head(tmp_path, config, QWEN, random_model, with_few_likely_ids)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL_FOLDER) / name, tmp_path)
+    flags = ("--dtype=float32", "--num-kv-blocks=60", "--max-model-len=256", "--backend=cpu")
+    body = {"prompt": "Tom and Lily", "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
+    found = []
+    for more in (("--speculative-config", '{"method": "qwen3_5_mtp"}'), ()):
+        with running_server(str(tmp_path), *flags, *more, "--speculate-tokens=3") as server:
+            answers = [
+                server.post("/v1/completions", body | {"temperature": heat, "seed": 3}).json()
+                for heat in (0.0, 0.8)
+            ]
+            found.append([answer["choices"] for answer in answers])
+            details = answers[0]["usage"].get("completion_tokens_details") or {}
+            assert (details.get("accepted_prediction_tokens", 0) > 0) == bool(more)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_drafters_of_hidden_states_draft_over_http(
+    predicting: RunningServer, tmp_path: Path, kind: str
+) -> None:
+    """Files of a drafter for the demo model, in `speculators`' format."""
+    from tests.drafter_checkpoints import dflash, eagle3
+
+    target = json.loads((MODEL_FOLDER / "config.json").read_text())
+    unused, points = np.zeros((target["vocab_size"], 1)), [1, 3, 5]
+    if kind == "eagle3":
+        layers = {"eagle_aux_hidden_state_layer_ids": points}
+        eagle3(tmp_path, target, unused, ids=16, own_embedding=True, layer="layers.0", **layers)
+    else:
+        dflash(tmp_path, target, unused, unused, points, ids=16, from_speculators=True)
+    given = json.dumps({"method": kind, "model": str(tmp_path), "num_speculative_tokens": 3})
+    with running_server("--speculative-config", given) as server:
+        for heat in (0.0, 0.8):
+            found = chat(server, temperature=heat, seed=3)
+            assert text(found) == text(chat(predicting, temperature=heat, seed=3))
+            details = found["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 9
+        assert server.metric("spec_decode_num_draft_tokens_total") > 90

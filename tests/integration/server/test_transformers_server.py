@@ -45,14 +45,14 @@ FLAGS = ("--dtype", "float32", "--num-kv-blocks", "32", "--max-num-seqs", "2")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a GPT-NeoX, and its model."""
-    config = transformers.AutoConfig.for_model("gpt_neox", **CONFIG)
+    """The folder of a StarCoder 1, and its model."""
+    config = transformers.AutoConfig.for_model("gpt_bigcode", **CONFIG)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
-    folder = tmp_path_factory.mktemp("neox") / "model"
+    folder = tmp_path_factory.mktemp("bigcode") / "model"
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL_FOLDER / name, folder)

@@ -5,76 +5,24 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.waiting import wait_until
 
-from .browser import CHAT, Tab, running_chromium
-from .conftest import MakeFake, RunningServer
+from .browser import CHAT, OpenTab, set_number
+from .conftest import MakeFake, RunningServer, running_server
 
-OpenTab = Callable[..., Tab]
-PIXEL = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c4944415408d763f8cfc0"
-    "000003010100c9fe92ef0000000049454e44ae426082"
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_chromium() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def chat_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A template without special tokens: the fake model has none."""
-    template = tmp_path_factory.mktemp("template") / "plain.jinja"
-    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    return ("--chat-template", str(template))
-
-
-@pytest.fixture(scope="module")
-def page_server(
-    browser: Any, fake_server: MakeFake, chat_flags: tuple[str, ...]
-) -> Iterator[RunningServer]:
-    """A server; it is not started where no browser is."""
-    with fake_server(*chat_flags) as running:
-        yield running
-
-
-@pytest.fixture
-def open_tab(browser: Any, page_server: RunningServer) -> Iterator[OpenTab]:
-    """Opens a tab of `page_server` unless another URL is given. What goes wrong within the page
-    fails a test, and so does a dialog that a script opened."""
-    tabs: list[Tab] = []
-
-    def make(url: str = page_server.url, **options: Any) -> Tab:
-        tab = Tab(browser, f"{url}/", **options)
-        tabs.append(tab)
-        tab.open()
-        return tab
-
-    yield make
-    troubles = [trouble for tab in tabs for trouble in tab.troubles]
-    for tab in tabs:
-        tab.context.close()
-    assert not troubles
-
-
-def set_number(tab: Tab, label: str, value: str) -> None:
-    tab.page.get_by_role("button", name="Settings").first.click()
-    tab.page.get_by_label(label, exact=True).fill(value)
-    tab.page.get_by_label("Close the settings").click()
+SCRIPTED = Path(__file__).parents[2] / "null" / "mcp" / "scripted_server.py"
 
 
 def test_an_answer_streams_and_is_kept(open_tab: OpenTab) -> None:
     tab = open_tab()
-    assert tab.page.locator("header select").input_value() == "fake"
-    set_number(tab, "Longest answer", "30")
+    tab.page.wait_for_function("() => document.querySelector('header select')?.value === 'fake'")
+    set_number(tab, "Max tokens", "30")
     with tab.page.expect_request(CHAT) as asked:
         tab.send("Hello <b>there</b>")
     body = json.loads(asked.value.post_data)
@@ -82,7 +30,7 @@ def test_an_answer_streams_and_is_kept(open_tab: OpenTab) -> None:
     assert (body["max_tokens"], body["stream"], body["model"]) == (30, True, "fake")
     tab.has_ended()
     assert "30 tokens" in tab.page.locator(".figures").text_content()
-    assert "greatest length" in tab.page.locator(".ending").text_content()
+    assert "Max tokens" in tab.page.locator(".ending").text_content()
     shown = tab.answers().inner_text()
     tab.page.reload()
     tab.has_ended()
@@ -101,7 +49,7 @@ def test_stop_then_go_on(open_tab: OpenTab, page_server: RunningServer) -> None:
     page_server.becomes_idle()
     before = len(tab.answers().text_content())
     with tab.page.expect_request(CHAT) as asked:
-        tab.page.get_by_role("button", name="Go on").click()
+        tab.page.get_by_role("button", name="Continue").click()
     body = json.loads(asked.value.post_data)
     assert body["continue_final_message"] is True
     assert body["messages"][-1]["role"] == "assistant"
@@ -142,7 +90,7 @@ def test_branches(open_tab: OpenTab) -> None:
     tab.send("one")
     tab.has_ended()
     tab.answers_with({"content": "second"})
-    tab.page.get_by_label("Answer again").click()
+    tab.page.get_by_label("Regenerate").click()
     tab.shows("second")
     assert tab.page.locator(".branches").text_content().strip() == "2/2"
     tab.page.get_by_label("Earlier version").click()
@@ -157,90 +105,6 @@ def test_branches(open_tab: OpenTab) -> None:
     tab.page.get_by_label("Earlier version").click()
     tab.shows("second")
     assert tab.page.locator(".asked .verbatim").text_content() == "one"
-
-
-def test_chats_as_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
-    tab = open_tab()
-    tab.answers_with({"content": "**kept**", "reasoning_content": "hm"})
-    tab.send("keep me")
-    tab.has_ended()
-    tab.page.get_by_role("button", name="Settings").first.click()
-    with tab.page.expect_download() as download:
-        tab.page.get_by_role("button", name="Export all").click()
-    path = tmp_path / "chats.json"
-    download.value.save_as(path)
-    other = open_tab()
-    other.page.get_by_role("button", name="Settings").first.click()
-    other.page.get_by_label("File of chats").set_input_files(path)
-    other.page.get_by_text("1 chat was added.").wait_for()
-    other.page.locator(".sidebar .title").click()
-    assert other.page.locator(".answer strong").text_content() == "kept"
-    newer = '{"format": "vllmx-chats", "version": 9}'
-    for text, words in (("{}", "no file of chats"), ("[", "not JSON"), (newer, "version is 9")):
-        path.write_text(text)
-        other.page.get_by_label("File of chats").set_input_files(path)
-        other.page.get_by_text(words).wait_for()
-
-
-def chat_of(nodes: list[dict[str, Any]] | None = None, **chat: Any) -> dict[str, Any]:
-    """A chat as a file has it."""
-    usual = [
-        {"id": "a", "role": "user", "content": "hi"},
-        {"id": "b", "parent": "a", "role": "assistant", "content": "yo", "state": "done"},
-    ]
-    return {"chat": {"title": "T", **chat}, "nodes": nodes or usual}
-
-
-HOSTILE = {
-    "fields": chat_of(
-        settings={"system": 5, "schema": 7, "tools": [8], "stop": 9, "temperature": "hot", "x": "y"}
-    ),
-    "figures": chat_of(
-        [{"id": "a", "role": "assistant", "content": "a", "error": {"message": "<b>no</b>"},
-          "stats": {"tokens": 5, "seconds": "y", "first": "z", "prompt": 0}}]
-    ),
-    "circle": chat_of(
-        [{"id": "a", "parent": "b", "role": "user", "content": "1"},
-         {"id": "b", "parent": "a", "role": "assistant", "content": "2"},
-         {"id": "c", "parent": "c", "role": "user", "content": "3"}], leaf="b"
-    ),
-    "calls": chat_of(
-        [{"id": "__proto__", "role": "assistant", "content": "",
-          "calls": [None, {"id": "__proto__", "name": "<img src=x onerror=alert(1)>"}]}]
-    ),
-}  # fmt: skip
-
-
-def test_hostile_chats_of_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
-    """What the page does not know is left out, and nothing of it ends the page, then or later."""
-    tab = open_tab()
-    path = tmp_path / "chats.json"
-
-    def take(chats: list[Any], words: str) -> None:
-        path.write_text(json.dumps({"format": "vllmx-chats", "version": 1, "chats": chats}))
-        tab.page.get_by_label("File of chats").set_input_files(path)
-        tab.page.get_by_text(words).wait_for()
-
-    tab.page.get_by_role("button", name="Settings").first.click()
-    alike = [{"id": "a", "role": "user", "content": "1"}] * 2
-    take([None], "a chat has no title")
-    take([chat_of(alike)], "two messages have one id")
-    take([chat_of([{"role": "user", "content": "1"}])], "or one has none")
-    for name, chat in HOSTILE.items():
-        chat["chat"]["title"] = name
-        take([chat], "1 chat was added.")
-        tab.page.get_by_role("button", name=name, exact=True).click()
-        tab.page.wait_for_function("name => document.title.startsWith(name)", arg=name)
-        count = tab.page.locator("article").count()
-        assert count == {"fields": 2, "circle": 2}.get(name, 1)
-        tab.answers_with({"content": "still here"})
-        tab.send("go on")
-        tab.shows("still here")
-        assert tab.page.locator("article").count() == count + 2
-        tab.page.reload()
-        tab.shows("still here")
-        tab.page.get_by_role("button", name="Settings").first.click()
-    assert tab.page.get_by_label("System prompt").input_value() == ""
 
 
 def test_thoughts_calls_and_their_results(open_tab: OpenTab) -> None:
@@ -300,28 +164,6 @@ def test_settings_reach_the_request(open_tab: OpenTab) -> None:
     tab.has_ended()
 
 
-def test_images(open_tab: OpenTab, tmp_path: Path) -> None:
-    """Kindly refused for a model that has no eyes, else sent as they are."""
-    picture = tmp_path / "dot.png"
-    picture.write_bytes(PIXEL)
-    tab = open_tab()
-    tab.page.locator(".composer input[type=file]").set_input_files(picture)
-    tab.page.get_by_text("fake reads text alone").wait_for()
-    card = {"id": "seer", "max_model_len": 99, "input_modalities": ["text", "image"]}
-    tab.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
-    tab.page.reload()
-    tab.page.locator("header select").get_by_text("seer").wait_for(state="attached")
-    tab.page.locator(".composer input[type=file]").set_input_files(picture)
-    tab.page.locator(".thumbs img").wait_for()
-    tab.answers_with({"content": "A dot."})
-    with tab.page.expect_request(CHAT) as asked:
-        tab.send("What is it?")
-    image, text = json.loads(asked.value.post_data)["messages"][0]["content"]
-    assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
-    assert text == {"type": "text", "text": "What is it?"}
-    tab.has_ended()
-
-
 @pytest.fixture
 def held_port() -> Iterator[str]:
     """A port for one server after another, which no other program can take in between."""
@@ -354,7 +196,7 @@ def test_a_wrong_key_and_a_dead_server(
     tab.has_ended(2)
     with fake_server(*flags):
         tab.page.locator(".banner").wait_for(state="detached")
-        set_number(tab, "Longest answer", "5")
+        set_number(tab, "Max tokens", "5")
         tab.page.get_by_role("button", name="Try again").click()
         tab.has_ended(2)
         assert "5 tokens" in tab.page.locator(".figures").last.text_content()
@@ -362,9 +204,9 @@ def test_a_wrong_key_and_a_dead_server(
 
 def test_the_live_panel(open_tab: OpenTab) -> None:
     tab = open_tab()
-    tab.page.get_by_role("button", name="The server now").click()
+    tab.page.get_by_role("button", name="Server status").click()
     tab.page.locator(".plot", has_text="Running").get_by_text("0", exact=True).wait_for()
-    assert len(tab.page.locator(".plot").all()) == 6
+    assert len(tab.page.locator(".plot").all()) == 7
     more = "".join(
         f'vllmx:{name}{{model_name="{model}"}} {value}\n'
         for model, running, used in (("a", 2, 0.75), ("b", 1, 0.5))
@@ -391,7 +233,7 @@ def test_states_of_models_and_a_refusal_that_is_no_matter_of_keys(open_tab: Open
     ]
     error = {"error": {"message": "no", "type": "permission_error", "code": "forbidden"}}
     page.route("**/metrics", lambda route: route.fulfill(status=403, json=error))
-    page.get_by_role("button", name="The server now").click()
+    page.get_by_role("button", name="Server status").click()
     page.get_by_text("No figures at the moment.").wait_for()
     assert page.locator("dialog").count() == 0
     error["error"]["code"] = "invalid_api_key"
@@ -432,3 +274,30 @@ def test_nothing_is_asked_of_another_host(open_tab: OpenTab, page_server: Runnin
     foreign = [url for url in asked if not re.match(rf"{page_server.url}/|data:|blob:", url)]
     assert asked
     assert not foreign
+
+
+def test_tools_of_mcp_servers_run_when_the_user_agrees(tmp_path: Path, open_tab: OpenTab) -> None:
+    """The demo model calls a tool of a real server: once asked about, then without a question."""
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
+    path = tmp_path / "mcp.json"
+    entry = {"command": sys.executable, "args": ["-S", str(SCRIPTED), "weather"]}
+    path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
+    with running_server("--mcp-config", str(path)) as server:
+        wait_until(lambda: server.get("/v1/mcp/servers").json()["data"][0]["tools"])
+        tab = open_tab(server.url)
+        set_number(tab, "Temperature", "0")
+        tab.page.get_by_role("button", name="Settings").first.click()
+        tab.page.get_by_label("weather 1 tool").check()
+        tab.page.get_by_label("Close the settings").click()
+        tab.send("What is the weather in Paris?")
+        tab.page.get_by_role("button", name="Run", exact=True).click()
+        tab.page.locator(".prose").get_by_text("21").first.wait_for()
+        assert '"temperature": 21' in tab.page.locator(".result pre").text_content()
+        call = {"index": 0, "id": "c1"}
+        called = {"name": "weather__get_weather", "arguments": '{"city": "Oslo"}'}
+        tab.answers_with({"tool_calls": [{**call, "function": called}]}, finish="tool_calls")
+        tab.send("And in Oslo?")
+        tab.page.get_by_role("button", name="Always run in this chat").click()
+        tab.has_ended(2 + 1 + 16)  # a model that calls for ever is stopped
+        tab.page.get_by_role("button", name="Run", exact=True).wait_for()
+        assert tab.page.locator("article.result").count() == 1 + 16

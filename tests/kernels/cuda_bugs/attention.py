@@ -9,6 +9,7 @@ CODES8 = "test_cuda_codes8.py"
 MMA = "test_cuda_decode_mma.py"
 WRAPPERS = "test_cuda_wrappers.py"
 LATENT = "test_cuda_latent.py"
+INDEXER = "test_cuda_indexer.py"
 WGMMA = f"{ATTENTION}:wgmma"
 DECODE = f"{ATTENTION}:decode"
 STORE = f"{ATTENTION}:store"
@@ -28,12 +29,12 @@ BUGS = (
         "  __syncthreads();\n  bool alone", "  bool alone", DECODE),
     Bug("paged_decode.cu", "a block table read off its end", "at >> page_shift]",
         "(at >> page_shift) + 40]", DECODE),
-    Bug("paged_decode.cu", "the window is one too wide", "position - window + 1)",
-        "position - window)", DECODE),
+    Bug("paged_decode.cu", "the window is one too wide", "first_seen(position, window)",
+        "first_seen(position - 1, window)", DECODE),
     Bug("paged_prefill.cu", "a window begins with a key that may be gone",
-        "max(0, position0 - window + 1)", "max(0, position0 - window)", PREFILL),
+        "first_seen(position0, window)", "first_seen(position0 - 1, window)", PREFILL),
     Bug("paged_prefill_wgmma.cu", "a window begins with a key that may be gone",
-        "max(0, position0 - window + 1)", "max(0, position0 - window)", WGMMA),
+        "first_seen(position0, window)", "first_seen(position0 - 1, window)", WGMMA),
     Bug("paged_decode_mma.cu", "elements are counted in 32 bits", "(size_t)line * VX_HEAD",
         "line * VX_HEAD", FAR),
     Bug("paged_prefill.cu", "elements are counted in 32 bits", "size_t from = line * VX_HEAD",
@@ -41,7 +42,7 @@ BUGS = (
     Bug("paged_decode.cu", "elements are counted in 32 bits", "size_t where = rows[u] * VX_HEAD",
         "u32 where = (u32)rows[u] * VX_HEAD", FAR),
     Bug("paged_decode_mma.cu", "a window begins with a key that may be gone",
-        "max(begin, position - window + 1)", "max(begin, position - window)", MMA),
+        "first_seen(position, window)", "first_seen(position - 1, window)", MMA),
     Bug("paged_decode.cu", "the join forgets the other maxima", "sums[t][g] * factor",
         "sums[t][g]", DECODE),
     Bug("paged_decode.cu", "items of one token share a row", "(size_t)blockIdx.x * heads + head0",
@@ -119,13 +120,14 @@ BUGS = (
         PREFILL),
     Bug("paged_prefill.cu", "a query sees the next key", "causal ? position + 1",
         "causal ? position + 2", PREFILL),
-    Bug("paged_prefill.cu", "a window reaches one too far back", "position - window + 1 : 0;",
-        "position - window : 0;", PREFILL),
+    Bug("paged_prefill.cu", "a window reaches one too far back", "low[r] = first_seen(position,",
+        "low[r] = first_seen(position - 1,", PREFILL),
     Bug("paged_prefill.cu", "the last key of a span is not seen", "min(token, count - 1)] + 1",
         "min(token, count - 1)]", f"{PREFILL} and span"),
     Bug("paged_prefill.cu", "keys end with the tile, not with the span",
         "seen ? seen[token0 + count - 1] : last_position", "last_position", f"{PREFILL} and span"),
-    Bug("paged_prefill.cu", "a window cuts what comes behind", "if (!causal) end", "end",
+    Bug("paged_prefill.cu", "a window cuts what comes behind", "if (window > 0 && !causal) end",
+        "if (window > 0) end",
         f"{PREFILL} and span"),
     Bug("paged_prefill.cu", "rows of a stage are too close", "#define STRIDE (VX_HEAD + 8)",
         "#define STRIDE (VX_HEAD + 4)", PREFILL),
@@ -152,4 +154,16 @@ BUGS = (
         "    __syncthreads();  // scores are written again\n", "", f"{LATENT}:decode"),
     Bug("latent.cu", "items are joined without their maxima",
         "* exp2f(weights[2 * at] - top)", "", f"{LATENT}:decode"),
+    Bug("latent.cu", "an item has the positions, not its share of the picks",
+        "begin = begin * count / seen, end = end * count / seen;", "", f"{INDEXER}:to_picks"),
+    Bug("indexer.cu", "padding is stored", "if (slot < 0) return;", "", f"{INDEXER}:store"),
+    Bug("indexer.cu", "negative products count", "(dot < 0.f ? 0.f : dot)", "dot",
+        f"{INDEXER}:scores"),
+    Bug("indexer.cu", "keys are overwritten while they are read",
+        "    __syncthreads();  // the keys are read, too\n", "", f"{INDEXER}:scores"),
+    Bug("indexer.cu", "a zero below zero", "x + 0.f)", "x)", f"{INDEXER}:picks"),
+    Bug("indexer.cu", "ties go to anybody", "earlier < left", "earlier <= left",
+        f"{INDEXER}:picks"),
+    Bug("indexer.cu", "counts are overwritten while they are read",
+        "  __syncthreads();  // counts are written again\n", "", f"{INDEXER}:picks"),
 )  # fmt: skip

@@ -32,6 +32,7 @@ def command(error: BaseException | None) -> click.Command:
         (None, 0, ""),
         (ConfigError("no such thing: say it"), 2, "error: no such thing: say it\n"),
         (click.ClickException("Bad file."), 2, "error: bad file.\n"),
+        (ConfigError("FalconH1ForCausalLM is new"), 2, "error: FalconH1ForCausalLM is new\n"),
         (EngineDeadError("the core is gone"), 1, "error: the core is gone\n"),
         (StepTimeoutError("it hangs"), 1, "error: it hangs\n"),
         (KeyboardInterrupt(), 130, ""),

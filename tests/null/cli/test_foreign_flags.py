@@ -53,6 +53,20 @@ def test_a_command_line_of_each_family_is_taken(caplog: pytest.LogCaptureFixture
     assert engine("--cpu").backend == engine("-ngl", "0").backend == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("-ctk q8_0 -ctv q4_0", "q8,q4"),
+        ("--cache-type-v q4_0 --cache-type-k q8_0", "q8,q4"),
+        ("-ctk q4_0 -ctv q4_0", "q4"),
+        ("-ctv q8_0", "int8"),
+        ("--kv-cache-dtype turboquant_k8v4", "turboquant_k8v4"),  # for the backend to read
+    ],
+)
+def test_keys_and_values_may_differ(line: str, dtype: str) -> None:
+    assert engine(*line.split()).kv_cache_dtype == dtype
+
+
 @pytest.mark.parametrize("value", [["-fa", "on"], ["--flash-attn=auto"], ["-fa", "--port", "1"]])
 def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None:
     engine(*value)
@@ -61,15 +75,16 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--data-parallel-size 2", "--data-parallel-size 2 is refused: .* one copy"),
+        ("--data-parallel-rank 2", "--data-parallel-rank 2 is refused: --replicas starts all"),
         ("--swap-space 4", "recomputes"),
-        ("--enable-lora", "--enable-lora is refused: .*merge"),
+        ("--enable-mm-embeds", "--enable-mm-embeds is refused: .*token ids"),
         ("--device cuda:1", "VLLMX_CUDA_DEVICE=1"),
         ("--d 0,1", "one device"),
         ("--d 2", "VLLMX_CUDA_DEVICE=2"),
         ("-ngl 20", "whole model"),
         ("-ngl 9²", "whole model"),
-        ("-ctk q4_0", "f32, f16, bf16, q8_0 are taken"),
+        ("-ctk q5_0", "f32, f16, bf16, q8_0, q4_0 are taken"),
+        ("-ctk q4_0 -ctv q8_0", "--cache-type-v asks for .* int8, which is given as 'q4' too"),
         ("-ctk q8_0 -ctv f16", "asks for --kv-cache-dtype f16, which is given as 'int8' too"),
         ("--fp8-kvcache --kv-cache-dtype int8", "given as 'int8' too"),
         ("--temp warm", "--temp.* 'warm' is refused: a number is wanted"),
@@ -165,19 +180,19 @@ def test_the_config_file_takes_them_too(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
         "data-parallel-size: 1\ntrust_remote_code: true\ngpu-memory-utilization: 0.5\n"
-        "enable-lora: false\nfp8-kvcache: true\n"
+        "enable-mm-embeds: false\nfp8-kvcache: true\n"
     )
     config = engine("--config", str(file))
     assert (config.memory_fraction, config.kv_cache_dtype) == (0.5, "fp8")
     file.write_text(
         "structured-outputs-config:\n  backend: guidance\n  reasoning_parser: think\n"
-        "hf-overrides: {}\nlimit-mm-per-prompt: {image: 2}\nno-enable-lora: true\n"
+        "hf-overrides: {}\nlimit-mm-per-prompt: {image: 2}\nno-trust-remote-code: true\n"
     )
     assert engine("--config", str(file)).reasoning_parser == "think"
     for text, error in (
         ("hf-overrides: {a: 1}", "edit config.json"),
-        ("data-parallel-size: 2", "one copy"),
-        ("enable-lora: true", "merge"),
+        ("data-parallel-rank: 2", "--replicas starts all"),
+        ("enable-mm-embeds: true", "token ids"),
         ("gpu-memory-utilization: 0.5\nmemory-fraction: 0.5", "twice"),
         ("max-model-length: 5", "did you mean 'max-model-len'"),
     ):
@@ -263,7 +278,7 @@ def test_keys_of_an_object_are_flags_too() -> None:
     assert config.reasoning_parser == "x"
     engine("--limit-mm-per-prompt.image", "2", "-cc.mode", "3", "--attention-config.backend", "F")
     for line, text in (
-        ("--speculative-config.method eagle3", "other drafters are not served yet"),
+        ("--speculative-config.method medusa", "other drafters are not served yet"),
         ("--override-generation-config.top_k", "wants a value"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -288,7 +303,14 @@ def test_keys_of_an_object_are_flags_too() -> None:
         (["--speculative-model", "a/b", "--num-speculative-tokens", "4"], "model:a/b", "4"),
         (["-md", "small.gguf", "--draft-max", "32", "--draft-min", "2"], "model:small.gguf", "16"),
         (["-md", "small.gguf", "--spec-type", "draft-simple"], "model:small.gguf", "auto"),
+        (["-md", "eagle.gguf", "--spec-type", "draft-eagle3"], "model:eagle.gguf", "auto"),
+        (["-sc", '{"method": "eagle3", "model": "e"}'], "model:e", "auto"),
+        (["-sc.method", "dflash", "-sc.model", "d"], "model:d", "auto"),
         (["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "8"], "ngram", "auto"),
+        (["-sc", '{"method": "mtp", "num_speculative_tokens": 2}'], "heads", "2"),
+        (["-sc", '{"method": "qwen3_next_mtp", "model": "a/b"}'], "heads", "auto"),
+        (["--speculative-config.method", "deepseek_mtp"], "heads", "auto"),
+        (["--spec-type", "draft-mtp", "--spec-draft-n-max", "3"], "heads", "3"),
         (["--spec-default"], "auto", "auto"),
         (["--spec-type", "none"], "off", "auto"),
     ],

@@ -10,7 +10,8 @@ import click
 import pytest
 from click.testing import CliRunner
 from vllmx.cli.command import ModelCommand
-from vllmx.cli.options import HELP, engine_options, options_of, resolve
+from vllmx.cli.flag_texts import HELP
+from vllmx.cli.options import engine_options, options_of, resolve
 from vllmx.cli.serve import HELP as SERVER_HELP
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, ModelNotFoundError
@@ -76,7 +77,7 @@ def test_the_config_file_may_be_named_by_the_environment(
         (["--no-context-cache"], "enable_prefix_caching", False),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
         (["--gpu-memory-utilization", "0.5"], "memory_fraction", 0.5),
-        (["--target-step-ms", "none"], "target_step_ms", None),
+        (["--target-itl", "none"], "target_itl", "none"),
         (["--max-model-len", "77"], "max_model_len", 77),
     ],
 )

@@ -1,15 +1,9 @@
-"""`vllmx plan` against sums done by hand, from a config alone, a GGUF file's header, and a hub."""
+"""`vllmx plan` against sums done by hand, from a config alone and a GGUF file's header."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +17,7 @@ from vllmx.sizing.forecast import Wish, forecast
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_models.formats.header_only import opened_header
-
-from tests.waiting import PATIENCE_S
+from vllmx_models.trunks.decoder import Decoder
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,10 +155,65 @@ def test_windows_and_states_bound_the_cache(tmp_path: Path) -> None:
     assert form(found, "stored")["rows"] > 5  # 0.5 with all tokens kept
 
 
-def test_quantised_weights_are_sized_by_their_files(tmp_path: Path) -> None:
-    quantised = DENSE | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+TABLES = 2 * 128256 * 4096
+"""Numbers of Llama's embedding and head."""
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "symmetric": True}}
+ATTENTION = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "dense"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128, 0),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + 20 / 64, 0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8, 0),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}, 8, ATTENTION),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5, 0),
+        ({"quant_method": "mlx", "bits": 4, "group_size": 64}, 4.5, -TABLES),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized",
+          "config_groups": {"0": GROUP}, "ignore": ["lm_head", "re:.*self_attn.*"]},
+         4.5, ATTENTION),
+    ],
+)  # fmt: skip
+def test_bits_of_quantised_weights_are_those_of_the_config(
+    tmp_path: Path, config: dict[str, Any], bits: float, dense: int
+) -> None:
+    found = planned(written(tmp_path, DENSE | {"quantization_config": config}), "--on", "h100")
+    plain = TABLES + dense
+    wanted = (bits * (found["parameters"] - plain) + 16 * plain) / 8
+    assert form(found, "stored")["weight_bytes"] == pytest.approx(wanted)
+
+
+def test_layers_of_mixed_precision_have_their_own_bits(tmp_path: Path) -> None:
+    """An entry for a module is for all within it."""
+    layers = {f"model.layers.{n}.mlp": {"quant_algo": "FP8"} for n in range(32)}
+    mixed = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
+    found = planned(written(tmp_path, DENSE | {"quantization_config": mixed}), "--on", "h100")
+    halved = 32 * 3 * 4096 * 14336
+    wanted = 2 * (found["parameters"] - halved) + halved
+    assert form(found, "stored")["weight_bytes"] == wanted
+
+
+def test_a_method_without_known_bits_is_refused(tmp_path: Path) -> None:
+    quantised = DENSE | {"quantization_config": {"quant_method": "hqq"}}
     done = run(written(tmp_path, quantised), "--on", "h100")
-    assert "how many bytes they take" in str(done.exception)
+    assert isinstance(done.exception, UnsupportedModelError)
+    assert "bits" in str(done.exception)
+
+
+def test_the_weight_map_of_many_experts_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a line for each expert; the step is recorded once more, for the choice."""
+    calls = []
+    made = Decoder.weights
+    monkeypatch.setattr(Decoder, "weights", lambda self: calls.append(1) or made(self))
+    planned(written(tmp_path, EXPERTS), "--on", "h100")
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,166 +305,3 @@ def test_weights_for_the_measurement_are_of_the_type_that_is_measured() -> None:
     values = part.dequantize()
     assert values.shape == (spec.parts[0].rows, spec.cols)
     assert 0.01 < float(np.std(values)) < 0.03
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub with one repository; `files` has what is in it."""
-
-    files: dict[str, bytes]
-    asked: list[str]
-    endpoint: str
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        self.asked.append(f"{self.command} {path} {self.headers.get('Range')}")
-        if path.startswith("/api/"):
-            siblings = [{"rfilename": name, "size": len(d)} for name, d in self.files.items()]
-            body = json.dumps({"id": "org/model", "sha": "0" * 40, "siblings": siblings}).encode()
-            self._send(200, body)
-            return
-        data = self.files[path.rpartition("/")[2]]
-        wanted = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range") or "")
-        if wanted:
-            self._send(206, data[: int(wanted[1]) + 1])
-        else:
-            self._send(200, data)
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        size = len(body)
-        for name, value in {
-            "Content-Length": size,
-            "ETag": '"1"',
-            "X-Repo-Commit": "0" * 40,
-        }.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Says nothing."""
-
-
-SCRIPT = """
-import sys
-from vllmx.cli.plan import plan
-from vllmx_models.formats import header_only
-header_only.FIRST_BYTES = 64  # so that a header must be asked for several times
-plan([*sys.argv[1:], "--on", "h100", "--json"])
-"""
-
-
-@pytest.fixture
-def hub() -> Iterator[type[Hub]]:
-    handler = type("OneHub", (Hub,), {"files": {}, "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    handler.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def planned_from(hub: type[Hub], home: Path, model: str) -> dict[str, Any]:
-    """Plans in a process of its own: the hub's client reads its environment when it is imported."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    clean = {key: value for key, value in clean.items() if "proxy" not in key.lower()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model],
-        env={**clean, "HF_HOME": str(home / "hub"), "HF_ENDPOINT": hub.endpoint},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def test_a_model_of_the_hub_is_planned_by_its_config(hub: type[Hub], tmp_path: Path) -> None:
-    hub.files |= {"config.json": json.dumps(DENSE).encode(), "model.safetensors": b"w" * 100}
-    found = planned_from(hub, tmp_path, "org/model")
-    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001)
-    assert not any("safetensors" in line and "resolve" in line for line in hub.asked)
-
-
-def test_a_quantised_model_of_the_hub_is_sized_by_its_files(hub: type[Hub], tmp_path: Path) -> None:
-    quantised = DENSE | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    hub.files |= {"config.json": json.dumps(quantised).encode(), "model.safetensors": b"w" * 4000}
-    found = planned_from(hub, tmp_path, "org/model")
-    assert [each["form"] for each in found["forms"]] == ["stored"]
-    assert form(found, "stored")["weight_bytes"] == pytest.approx(4000)
-
-
-def test_a_model_that_was_downloaded_is_planned_without_the_hub(
-    hub: type[Hub], tmp_path: Path
-) -> None:
-    hub.endpoint = "http://127.0.0.1:9"
-    home = tmp_path / "hub" / "hub" / "models--org--model"
-    snapshot = home / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text("0" * 40)
-    (snapshot / "config.json").write_text(json.dumps(DENSE))
-    write_gguf(snapshot / "model.gguf")
-    assert planned_from(hub, tmp_path, "org/model:model.gguf")["forms"]
-    (snapshot / "model.gguf").unlink()
-    found = planned_from(hub, tmp_path, "org/model")
-    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001)
-
-
-def test_a_gguf_file_of_the_hub_is_planned_by_its_header(hub: type[Hub], tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path)
-    hub.files["model.gguf"] = path.read_bytes()
-    found = planned_from(hub, tmp_path, "org/model:model.gguf")
-    assert found == planned(str(path), "--on", "h100") | {"model": "org/model:model.gguf"}
-    assert form(found, "stored")["weight_bytes"] == found["parameters"] * 34 / 32
-    ranges = [line.rpartition(" ")[2] for line in hub.asked if "GET /org" in line]
-    assert ranges[:3] == ["bytes=0-63", "bytes=0-255", "bytes=0-1023"]
-    assert int(ranges[-1].rpartition("-")[2]) < path.stat().st_size - 1
-
-
-def write_gguf(path: Path) -> None:
-    """A Llama in Q8_0 whose header takes a few kilobytes, its weights more."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(512)
-    writer.add_embedding_length(128)
-    writer.add_feed_forward_length(256)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(300)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"token {n}" for n in range(300)])
-    shapes = {
-        "token_embd": (300, 128),
-        "output": (300, 128),
-        "blk.0.attn_q": (128, 128),
-        "blk.0.attn_k": (64, 128),
-        "blk.0.attn_v": (64, 128),
-        "blk.0.attn_output": (128, 128),
-        "blk.0.ffn_gate": (256, 128),
-        "blk.0.ffn_up": (256, 128),
-        "blk.0.ffn_down": (128, 256),
-    }
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for name, (rows, cols) in shapes.items():
-        blocks = np.zeros((rows, cols // 32 * 34), np.uint8)
-        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(128, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

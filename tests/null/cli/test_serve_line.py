@@ -23,6 +23,7 @@ def test_the_line_says_what_loading_came_to() -> None:
         block_size=16,
         max_num_seqs=23,
         pooling=None,
+        audio_rows=0,
     )
     stream = io.StringIO()
     _announce("text", stream, "mine", info, "http://127.0.0.1:8000")
@@ -44,7 +45,9 @@ def test_the_line_says_what_loading_came_to() -> None:
 def test_the_request_that_is_shown_is_one_that_the_model_answers(
     task: str, path: str, decoder: Any
 ) -> None:
-    info: Any = MagicMock(pooling=SimpleNamespace(tasks=(task,)), num_kv_blocks=1, block_size=1)
+    info: Any = MagicMock(
+        pooling=SimpleNamespace(tasks=(task,)), num_kv_blocks=1, block_size=1, audio_rows=0
+    )
     stream = io.StringIO()
     _announce("text", stream, "mine", info, "http://127.0.0.1:8000")
     assert f"curl http://127.0.0.1:8000{path} " in stream.getvalue()

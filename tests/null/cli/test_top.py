@@ -114,3 +114,21 @@ def test_who_does_not_answer_is_named(server: str) -> None:
         run("--url", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="must begin with http"):
         run("--url", "ftp://x")
+
+
+def test_each_replica_has_a_line() -> None:
+    line = 'vllmx:{name}{{model_name="a",replica="{replica}"}} {value}\n'
+
+    def text(tokens: dict[str, int]) -> str:
+        rows = [("generation_tokens_total", one, count) for one, count in tokens.items()]
+        rows += [("num_requests_running", one, 2) for one in tokens]
+        rows += [("kv_cache_usage_perc", one, 0.5) for one in tokens]
+        return "".join(line.format(name=name, replica=one, value=v) for name, one, v in rows)
+
+    old, new = text({"0": 100, "1": 500}), text({"0": 300, "1": 40, "10": 20})
+    found = figures(scrape(old, 1.0), scrape(new, 3.0))
+    assert found is not None
+    rates = {name: one["generated_s"] for name, one in found.replicas.items()}
+    assert rates == {"0": 100.0, "1": 20.0, "10": 10.0}  # 1 was started again
+    assert found.running == 6
+    assert "replica 10      2 running, 0 waiting, 10.0 tokens/s, KV 50%" in shown("x", found, [])

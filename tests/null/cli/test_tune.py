@@ -207,7 +207,7 @@ def test_a_backlog_that_grows_is_seen() -> None:
 def test_what_is_given_is_left_alone() -> None:
     limits = parse_promise("itl<50ms")
     found = {each.name for each in knobs(EngineConfig(max_num_seqs=8), limits, 4, ())}
-    assert found == {"isq", "num_threads", "target_step_ms", "max_num_batched_tokens"}
+    assert found == {"isq", "num_threads", "target_itl", "max_num_batched_tokens"}
     variables = {"VLLMX_NUM_THREADS": "1", "VLLMX_API_KEY": "k", "VLLMX_CPU_ISA": "avx2"}
     assert clean_environment(variables) == {"VLLMX_CPU_ISA": "avx2"}
 
@@ -257,7 +257,7 @@ def test_a_file_is_written_that_a_server_takes(
 def test_a_promise_that_nothing_keeps_ends_with_1(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ("--target-step-ms", "9", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    given = ("--target-itl", "9", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
     done = run(fake, tmp_path, monkeypatch, "--slo", "ttft<0.0001ms", *given)
     assert done.exit_code == 1, (done.output, done.exception)
     assert "no setting keeps ttft p99 under 0.0001 ms:" in done.stdout

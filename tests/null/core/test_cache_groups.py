@@ -11,7 +11,7 @@ from vllmx_core.cache.capacity import (
     MAX_BARE_BLOCKS,
     BlockSizes,
     CachePlan,
-    check_latents,
+    check_codes,
     plain_page_bytes,
     plan_cache,
 )
@@ -225,6 +225,6 @@ def test_latents_are_rows_without_values() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_latents_are_not_kept_as_codes(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_dtype {dtype} is not for .* choose auto"):
-        check_latents(shape(LatentKV(512, 64)), dtype)
-    check_latents(shape(LatentKV(512, 64)), "bf16")
-    check_latents(shape(FULL), dtype)
+        check_codes(shape(LatentKV(512, 64)), dtype)
+    check_codes(shape(LatentKV(512, 64)), "bf16")
+    check_codes(shape(FULL), dtype)

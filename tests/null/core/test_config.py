@@ -127,8 +127,8 @@ def test_file_keys_take_dashes_or_underscores_but_not_both() -> None:
         ("memory_fraction", 0.0),
         ("memory_fraction", 1.01),
         ("memory_fraction", math.nan),
-        ("target_step_ms", 0.0),
-        ("target_step_ms", math.nan),
+        ("target_itl", "0"),
+        ("target_itl", "nan"),
     ],
 )
 def test_engine_config_names_the_flag_and_the_limit(name: str, value: Any) -> None:
@@ -140,13 +140,13 @@ def test_engine_config_names_the_flag_and_the_limit(name: str, value: Any) -> No
 def test_engine_config_from_the_environment() -> None:
     environment = {
         "VLLMX_MODEL": "m",
-        "VLLMX_TARGET_STEP_MS": "none",
+        "VLLMX_TARGET_ITL": "none",
         "VLLMX_MAX_MODEL_LEN": "100",
         "VLLMX_ASYNC_SCHEDULING": "false",
         "VLLMX_UNRELATED": "x",
     }
     config = resolve_config(EngineConfig, flags={}, environment=environment, file={})
-    assert (config.model, config.target_step_ms, config.max_model_len) == ("m", None, 100)
+    assert (config.model, config.target_itl, config.max_model_len) == ("m", "none", 100)
     assert config.async_scheduling is False
     assert config.name == "m"
     assert EngineConfig(served_model_name="shown").name == "shown"

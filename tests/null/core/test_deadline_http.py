@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 from vllmx_core.system.deadline import Deadline, DeadlineError
-from vllmx_core.system.deadline_http import get
+from vllmx_core.system.deadline_http import ask
 
 from tests.http_servers import serving
 
@@ -28,13 +28,13 @@ class Handler(BaseHTTPRequestHandler):
 def test_an_answer_to_its_end() -> None:
     with serving(Handler) as port:
         url = f"http://127.0.0.1:{port}"
-        assert get(f"{url}/a", {"X-Sent": "b"}, 60.0) == (200, b"/a b")
-        assert get(f"{url}/none?a=b", {}, 60.0) == (404, b"/none?a=b None")
+        assert ask(f"{url}/a", {"X-Sent": "b"}, 60.0) == (200, b"/a b")
+        assert ask(f"{url}/none?a=b", {}, 60.0) == (404, b"/none?a=b None")
     with pytest.raises(ConnectionRefusedError):
-        get(f"{url}/a", {}, 60.0)
+        ask(f"{url}/a", {}, 60.0)
     for wrong in ("http://a:x/b", "http://[/"):
         with pytest.raises(ValueError, match=r"[Pp]ort|IPv6|address"):
-            get(wrong, {}, 60.0)
+            ask(wrong, {}, 60.0)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def dripping(text: bytes) -> Iterator[str]:
 @pytest.mark.parametrize("text", [b"HTTP/1.1 200 OK\r\nA: " + b"x" * 2000, b"no HTTP" * 300])
 def test_a_server_that_drips(text: bytes) -> None:
     with dripping(text) as url, pytest.raises(DeadlineError, match=r"within 0\.2 s"):
-        get(url, {}, 0.2)
+        ask(url, {}, 0.2)
 
 
 def test_who_stops_waiting() -> None:

@@ -26,7 +26,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, 
 @given(
     ROWS,
     st.integers(1, 12),
-    st.none() | st.integers(1, 50),
+    st.integers(-50, 50),
     st.booleans(),
     st.integers(1, 600),
     st.sampled_from([1.0, 1.25, np.inf]),
@@ -35,14 +35,14 @@ ROWS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, 
 def test_every_token_is_in_one_tile_of_one_group(
     rows: list[tuple[int, int]],
     most_queries: int,
-    window: int | None,
+    reach: int,
     causal: bool,
     most_keys: int,
     padding: float,
     slack: int,
 ) -> None:
     plan = plan_of(rows)
-    tiles = QueryTiles.cut(plan, window, causal, most_queries)
+    tiles = QueryTiles.cut(plan, reach, causal, most_queries)
     assert tiles.tokens().tolist() == list(range(plan.num_tokens))
     groups = tiles.groups(most_keys, padding=padding, slack=slack)
     tokens = np.concatenate([group.tokens() for group in groups])
@@ -54,16 +54,18 @@ def test_every_token_is_in_one_tile_of_one_group(
         assert len(group) == 1 or gathered <= min(most_keys, padding * held + slack * len(group))
 
 
-@given(ROWS, st.integers(1, 12), st.none() | st.integers(1, 50))
+@given(ROWS, st.integers(1, 12), st.integers(-50, 50))
 def test_a_tile_spans_the_keys_that_its_queries_see(
-    rows: list[tuple[int, int]], most_queries: int, window: int | None
+    rows: list[tuple[int, int]], most_queries: int, reach: int
 ) -> None:
     plan = plan_of(rows)
-    tiles = QueryTiles.cut(plan, window, True, most_queries)
+    tiles = QueryTiles.cut(plan, reach, True, most_queries)
     for index in range(len(tiles)):
         positions = plan.positions[tiles.take(np.array([index])).tokens()]
         assert tiles.last_key[index] == positions.max()
-        first = 0 if window is None else max(0, positions.min() - window + 1)
+        first = max(0, positions.min() - reach + 1) if reach > 0 else 0
+        if reach < 0:
+            first = positions.min() // -reach * -reach
         assert tiles.first_key[index] == first
 
 
@@ -72,5 +74,5 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest(
     padding: float, groups: int
 ) -> None:
     plan = plan_of([(4000, 1), (17, 1), (4010, 1), (20, 1)])
-    tiles = QueryTiles.cut(plan, None, True, 256)
+    tiles = QueryTiles.cut(plan, 0, True, 256)
     assert len(tiles.groups(1 << 16, padding=padding)) == groups

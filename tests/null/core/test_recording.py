@@ -84,6 +84,8 @@ def wrong(call: Callable[[Ops, Value], object]) -> str:
         (lambda o, x: o.rms_norm(o.linear(x, UP), NORM, 0.1),
          "rms_norm: 'layers.3.norm' has 8 values, not 16"),
         (lambda o, x: o.rms_norm(x, NORM, 0.0), "eps is 0.0"),
+        (lambda o, x: o.layer_norm(o.linear(x, UP), w=NORM, bias=None, eps=0.1),
+         "Mine: layer_norm: 'layers.3.norm' has 8 values, not 16"),
         (lambda o, x: o.add(o.linear(x, UP), x),
          r"add \(after the op with 'layers.3.up'\): x has 16 features, y has 8"),
         (lambda o, x: o.add_rms_norm(x, o.linear(x, UP), NORM, 0.1),
@@ -182,8 +184,9 @@ def test_every_op_of_core_has_cases() -> None:
     others = {op.__name__ for op in set(OPS) - recorded}
     assert others == {
         "Attention", "LatentAttention", "Recurrence", "ShortConv", "GatedLinear",
-        "Patches", "Mix", "Merge", "Keep", "Place", "VocabEmbedding", "AllReduce", "AllGather",
-        "Slice", "Send", "Recv", "Combine",
+        "Indexer", "Patches", "Mix", "Merge", "Keep", "Place", "Tap", "VocabEmbedding",
+        "AllReduce", "AllGather", "Slice", "Send", "Recv", "Combine", "Adapt",
+        "Compress", "CompressedAttention", "CrossAttention", "Unfold",
     }  # fmt: skip  # own suites; what a pass makes
 
 

@@ -13,6 +13,7 @@ from vllmx_core.ops.formulas import NumpyFrame, NumpyWeights
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.unfold import Unfold
 from vllmx_core.ops.values import StepInputs, Value
 from vllmx_testing.plans import Row, make_plan
 
@@ -34,6 +35,27 @@ def test_merge() -> None:
         op.compute(found)
         assert op.out.rows == "L"
         np.testing.assert_array_equal(found[op.out], wanted)
+
+
+@pytest.mark.parametrize(("first", "split"), [(-1, 0), (0, 0), (-1, 3), (1, 3)])
+def test_unfold(first: int, split: int) -> None:
+    """The windows of a convolution over two sequences of two frames a row, in one value or two."""
+    rng = np.random.default_rng(first + 5)
+    frames = rng.standard_normal((7, 2, 3)).astype(np.float32)  # rows, frames, channels
+    plan = make_plan([Row([1] * 3, 0, [0]), Row([1] * 4, 0, [1])], 16)
+    found = NumpyFrame(NumpyWeights({}, {}), plan, (), None)
+    x, y = Value(split or 6), Value(3) if split else None
+    found[x] = frames.reshape(7, -1)[:, : x.width]
+    if y is not None:
+        found[y] = frames[:, 1]
+    op = Unfold.of(x, 3, first, STEP, y)
+    op.check()
+    op.compute(found)
+    for begin, end in ((0, 3), (3, 7)):
+        own = np.pad(frames[begin:end].reshape(-1, 3), ((3, 3), (0, 0)))
+        for row in range(end - begin):
+            at = 2 * row + first + 3
+            np.testing.assert_array_equal(found[op.out][begin + row], own[at : at + 3].T.ravel())
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllmx_cuda.kernel_specs import KERNELS
 
 from .cupy_signatures import held
 
 LIMIT = 1 << 26
-STATIC_SHARED_BYTES = 128
-"""Of every kernel: the dynamic part's default limit is what this leaves of 48 KiB."""
 
 
 class OutOfMemoryError(MemoryError):
@@ -98,25 +97,16 @@ def fake_cupy(log: list[Any]) -> Any:
         for row in range(rows):
             ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
 
-    shared_limits: dict[int, int] = {}
-
     class Function:
         ptr = 5
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __call__(self, grid: Any, block: Any, passed: Any, shared: int, stream: Any) -> None:
-            if shared > shared_limits.get(self.ptr, (48 << 10) - STATIC_SHARED_BYTES):
-                raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-            log.append((self.name, tuple(max(1, n) for n in grid), block, passed, shared, stream))
 
     class Module:
         def load(self, cubin: bytes) -> None:
             log.append(("load", cubin))
 
         def get_function(self, name: str) -> Function:
-            return Function(name)
+            assert name in KERNELS
+            return Function()
 
     runtime = SimpleNamespace(
         memGetInfo=lambda: (LIMIT, LIMIT),
@@ -157,7 +147,6 @@ def fake_cupy(log: list[Any]) -> Any:
 
     def set_attribute(function: int, attribute: int, value: int) -> None:
         log.append(("attribute", function, attribute, value))
-        shared_limits[function] = value
 
     cuda = SimpleNamespace(
         runtime=runtime,
@@ -200,6 +189,20 @@ class FakeNvrtc:
     def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
         self.sources.append(name)
         return f"{name} {[o for o in options if 'VX_' in o]}".encode()
+
+
+@dataclass
+class FakeDriver:
+    """libcuda."""
+
+    log: list[Any]
+    status: int = 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        c = config._obj
+        shape = tuple(c.grid), tuple(c.block), c.shared_bytes, c.stream
+        self.log.append(("launched", function.value, *shape))
+        return self.status
 
 
 class FakeLt:

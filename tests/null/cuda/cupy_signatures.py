@@ -75,15 +75,6 @@ class _Held:
     def __exit__(self, *error: object) -> Any:
         return self._fake.__exit__(*error)
 
-    def __call__(self, *arguments: Any) -> Any:
-        """A kernel is launched."""
-        grid, block, passed, shared_bytes, stream = arguments
-        assert isinstance(grid, tuple)
-        assert isinstance(block, tuple)
-        assert isinstance(passed, tuple)
-        assert isinstance(shared_bytes, int)
-        return self._fake(grid, block, passed, shared_bytes, _bare(stream))
-
 
 def _bare(value: Any) -> Any:
     return value._fake if isinstance(value, _Held) else value

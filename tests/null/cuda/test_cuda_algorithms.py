@@ -149,7 +149,7 @@ def test_prompts_of_every_length_are_measured_once(
     tune(device, [tunable], 60)
     assert len(timed) == 3 * 6
     assert "6 products of up to 100 rows" in caplog.messages[0]
-    assert sum(entry[0] == "scale" for entry in log if isinstance(entry, tuple)) == 6
+    assert sum(entry[0] == "launched" for entry in log if isinstance(entry, tuple)) == 6
 
     reopened(device)
     log.clear()

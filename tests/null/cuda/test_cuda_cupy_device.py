@@ -12,7 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError, CapacityError, EngineDeadError
 from vllmx_cuda.compiler import libraries
@@ -27,6 +26,7 @@ from .cupy_fakes import (
     LIMIT,
     CUDADriverError,
     CUDARuntimeError,
+    FakeDriver,
     FakeLt,
     FakeNvrtc,
     fake_cupy,
@@ -59,19 +59,16 @@ def test_memory_that_does_not_fit(device: CupyDevice) -> None:
         device.empty(LIMIT)
 
 
-def test_a_launch_passes_scalars_of_the_parameters_sizes(
-    device: CupyDevice, log: list[Any]
-) -> None:
+def test_a_launch_goes_to_the_driver(device: CupyDevice, log: list[Any]) -> None:
     kernel = KERNELS["layer_norm"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=8)
     x, weight, y = (device.empty(640) for _ in range(3))
     device.prepare([kernel, kernel])
     assert [entry[0] for entry in log if entry[0] == "load"] == ["load"]
     device.launch(kernel, {"rows": 5, "width": 64}, [x, weight, None, y, 64, 1e-5])
-    name, grid, block, arguments, shared, stream = log[-1]
-    assert (name, grid, block, shared, stream.ptr) == ("layer_norm", (5, 1, 1), (32, 1, 1), 0, 77)
-    kinds = [np.uint64, np.uint64, np.uint64, np.uint64, np.int32, np.float32]
-    assert [type(value) for value in arguments] == kinds
-    assert arguments[:4] == (x.address, weight.address, 0, y.address)
+    assert log[-1] == ("launched", 5, (5, 1, 1), (32, 1, 1), 0, 77)
+    device._driver.status = 719
+    with pytest.raises(CUDADriverError, match="719"):
+        device.launch(kernel, {"rows": 5, "width": 64}, [x, weight, None, y, 64, 1e-5])
 
 
 @pytest.mark.parametrize("num_bytes", [48 << 10, 100_000])
@@ -128,6 +125,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
     monkeypatch.setattr(module.driver, "query", lambda: FACTS)
     monkeypatch.setattr(module.Nvrtc, "open", lambda newest: FakeNvrtc())
     monkeypatch.setattr(module.CublasLt, "open", lambda newest: FakeLt())
+    monkeypatch.setattr(module.driver, "open_libcuda", lambda: FakeDriver(log))
     monkeypatch.setattr(module, "include_folders", lambda newest: ["/nowhere"])
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy
@@ -249,7 +247,7 @@ def test_a_gpu_that_is_lost_can_be_closed(device: CupyDevice) -> None:
 def test_a_launch_of_nothing_is_none(
     device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CuPy makes one block of a grid of 0."""
+    """CUDA refuses a grid of 0."""
     kernel, memory = KERNELS["scale"].variant(VX_DTYPE=0, VX_VEC=1), device.empty(4)
     arguments = [memory, memory, 1, 2.0]
     shape = SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=0)
@@ -257,7 +255,7 @@ def test_a_launch_of_nothing_is_none(
     device.launch(kernel, {"count": 1}, arguments)
     shape.grid = (3, 0, 1)
     log.clear()
-    device.launch(kernel, {"count": 1}, arguments)
+    device.launch(kernel, {"count": 0}, arguments)
     assert not log
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from vllmx_cuda.device import cublaslt, cupy_device, driver, nccl
+from vllmx_cuda.device import cublaslt, cupy_device, driver, launcher, nccl
 from vllmx_cuda.device.cublaslt import DATA_TYPES
 
 DRIVER = {
@@ -19,6 +19,13 @@ DRIVER = {
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": driver._MINOR,
     "sizeof(CUdevice)": ctypes.sizeof(ctypes.c_int),
     "sizeof(CUipcMemHandle)": 64,
+    "sizeof(CUlaunchConfig)": ctypes.sizeof(launcher.LaunchConfig),
+    "offsetof(CUlaunchConfig, gridDimX)": launcher.LaunchConfig.grid.offset,
+    "offsetof(CUlaunchConfig, blockDimX)": launcher.LaunchConfig.block.offset,
+    "offsetof(CUlaunchConfig, sharedMemBytes)": launcher.LaunchConfig.shared_bytes.offset,
+    "offsetof(CUlaunchConfig, hStream)": launcher.LaunchConfig.stream.offset,
+    "offsetof(CUlaunchConfig, attrs)": launcher.LaunchConfig.attributes.offset,
+    "offsetof(CUlaunchConfig, numAttrs)": launcher.LaunchConfig.num_attributes.offset,
     "CUDA_ERROR_NOT_INITIALIZED": 3,
     "CUDA_ERROR_STUB_LIBRARY": 34,
     "CUDA_ERROR_NO_DEVICE": 100,
@@ -92,7 +99,10 @@ def test_numbers_of_a_header(header: str, tmp_path: Path) -> None:
         pytest.skip(f"{header} is not installed")
     source, program = tmp_path / "numbers.c", tmp_path / "numbers"
     prints = "".join(f'  printf("%lld\\n", (long long)({name}));\n' for name in HEADERS[header])
-    source.write_text(f"#include <stdio.h>\n#include <{header}>\nint main(void) {{\n{prints}}}\n")
+    source.write_text(
+        "#include <stddef.h>\n#include <stdio.h>\n"
+        f"#include <{header}>\nint main(void) {{\n{prints}}}\n"
+    )
     for first in having:  # one for each major version that is installed
         includes = [f"-I{folder}" for folder in (first, *folders)]
         subprocess.run([compiler, *includes, str(source), "-o", str(program)], check=True)

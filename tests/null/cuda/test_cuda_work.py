@@ -31,11 +31,12 @@ def visible(plan: StepPlan, token: int, seen: Visibility) -> set[int]:
     """Which keys are seen, by the definition of `AttentionSpec`."""
     row = int(np.searchsorted(plan.query_start, token, side="right")) - 1
     position = int(plan.positions[token])
-    window = seen.window or 1 << 30
+    window = seen.reach if seen.reach > 0 else 1 << 30
+    start = position // -seen.reach * -seen.reach if seen.reach < 0 else 0
     return {
         key
         for key in range(int(plan.context_len[row]))
-        if (key <= position or not seen.causal) and abs(position - key) < window
+        if (key <= position or not seen.causal) and abs(position - key) < window and key >= start
     }
 
 
@@ -44,9 +45,10 @@ def visible(plan: StepPlan, token: int, seen: Visibility) -> set[int]:
     "seen",
     [
         Visibility(),
-        Visibility(window=200),
+        Visibility(200),
+        Visibility(-30),
         Visibility(causal=False),
-        Visibility(window=7, causal=False),
+        Visibility(7, causal=False),
     ],
     ids=str,
 )
@@ -125,7 +127,7 @@ def test_tiles_and_items_share_the_tokens(seed: int, tile_tokens: int) -> None:
 def test_segments_look_at_their_own_tokens(window: int | None) -> None:
     """Positions do not matter; the row of an item or a tile is the segment's first token."""
     plan = make_plan([Row([1] * n, 5, [0] * 20, "none") for n in (3, 1, 20, 2)], PAGE)
-    seen, count = Visibility(window, causal=False, segments="rows"), plan.num_tokens
+    seen, count = Visibility(window or 0, causal=False, segments="rows"), plan.num_tokens
     items = plan_items(plan, seen, count, 2 * count).items
     assert sorted(items[items[:, 0] >= 0, 0].tolist()) == list(range(count))
     for token, first, begin, end in items[items[:, 0] >= 0].tolist():

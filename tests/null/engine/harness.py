@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.config import EngineConfig
+from vllmx_core.model import DraftSpec
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core.drafters import Guess
@@ -120,9 +121,13 @@ class Harness:
     """Drafts of which this share is wrong, of so many tokens; None for these: as many as pay."""
     draft_model: bool = False
     """A second fake model drafts, with pages of its own: it draws the same ids."""
+    draft_spec: DraftSpec | None = None
+    """The second model reads hidden states; what it draws is rarely right."""
     draft_model_len: int = MAX_MODEL_LEN
     max_model_len: int = MAX_MODEL_LEN
     clock: Callable[[], float] = time.monotonic
+    connect: Any = None
+    """Makes the connector of `kv_connector`."""
 
     def __post_init__(self) -> None:
         sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 32, "max_logit_rows": 32}
@@ -134,10 +139,20 @@ class Harness:
             EngineConfig(**{"max_num_seqs": 8} | self.config),
             max_model_len=self.max_model_len,
             vocab_size=self.rules.vocab_size,
-            drafter=LoadedDrafter(self.drafter, self.draft_model_len, shares_pages=False)
+            drafter=LoadedDrafter(
+                self.drafter,
+                self.draft_model_len,
+                shares_pages=False,
+                num_ids=self.rules.vocab_size,
+                num_own_rows=0
+                if self.draft_spec is None
+                else self.loaded.info.max_num_batched_tokens,
+                drafts=self.draft_spec,
+            )
             if self.draft_model
             else None,
             clock=self.clock,
+            connect=self.connect,
         )
         self.requests: dict[str, CoreRequest] = {}
         if self.drafts is not None:
@@ -383,7 +398,7 @@ class Harness:
         for entry in got:
             assert entry.rank == expected_rank(history, entry.token, self.rules)
             assert entry.logprob == -entry.rank / 4
-            assert len(entry.top_ids) == len(entry.top_logprobs) == wanted
+            assert len(list(entry.ranked())) == wanted
             history.append(entry.token)
 
 

@@ -297,16 +297,6 @@ def test_prompt_logprobs_come_in_small_pieces(
     harness.check_output(name)
 
 
-def test_prompt_logprobs_do_not_read_the_cache() -> None:
-    harness = Harness(rules=QUIET)
-    harness.add(list(range(24)), 2)
-    harness.run()
-    name = harness.add(list(range(24)), 2, params={"prompt_logprobs": 0})
-    harness.run()
-    assert harness.first[name].num_cached_tokens == 0
-    harness.check_outputs()
-
-
 def test_the_wait_of_a_request_comes_with_its_first_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

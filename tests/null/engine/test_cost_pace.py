@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from vllmx_engine.core.cost import StepCost, StepLoad
+from vllmx_engine.core.cost import AUTO_S, StepCost, StepLoad
 
-TARGET_S, ROWS, CONTEXT, PROMPT = 0.2, 4, 800, 1000
+ROWS, CONTEXT, PROMPT = 4, 800, 1000
 TRUE = (46e-3, 1e-3, 0.2e-6, 0.9e-3, 0.25e-6, 0.0, 0.0)
 """About Qwen3-0.6B on two cores: 50 ms for four rows, 0.9 ms for a token of a prompt."""
 Slowness = Iterator[float]
@@ -51,11 +51,13 @@ def heavy_tail(rng: random.Random) -> Slowness:
         yield 0.95 + 0.05 * rng.paretovariate(2.0)
 
 
-def simulate(machine: Callable[[random.Random], Slowness], seed: int) -> list[float]:
+def simulate(
+    machine: Callable[[random.Random], Slowness], seed: int, target_s: float
+) -> list[float]:
     """Seconds of the steps with prefill while twelve prompts come in, after an uncounted one.
     As in the engine a step is sized before the one under way has ended."""
     slowness = machine(random.Random(seed))
-    cost = StepCost(TARGET_S, 16)
+    cost = StepCost(target_s, 16)
     under_way: list[tuple[StepLoad, float]] = []
 
     def run(load: StepLoad) -> float:
@@ -80,6 +82,14 @@ def simulate(machine: Callable[[random.Random], Slowness], seed: int) -> list[fl
     return taken
 
 
+ALONE_S = sum(c * x for c, x in zip(TRUE, (1.0, *StepLoad(ROWS, CONTEXT)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target_s", "meant_s", "slack"),
+    [(0.2, 0.2, (1.0, 1.0)), (AUTO_S, 2 * ALONE_S, (1.1, 1.25))],  # less is left for prompts
+    ids=["200 ms", "auto"],
+)
 @pytest.mark.parametrize(
     ("machine", "over", "steps"),
     [
@@ -91,14 +101,19 @@ def simulate(machine: Callable[[random.Random], Slowness], seed: int) -> list[fl
     ],
 )
 def test_p99_stays_near_the_target(
-    machine: Callable[[random.Random], Slowness], over: float, steps: float
+    machine: Callable[[random.Random], Slowness],
+    over: float,
+    steps: float,
+    target_s: float,
+    meant_s: float,
+    slack: tuple[float, float],
 ) -> None:
     """p99 in times of the target, the mean of ten runs: what no step before it gave notice of may
     still be over. And it is not had by tiny chunks: `steps` times as many as where every step takes
     what it should."""
-    runs = [simulate(machine, seed) for seed in range(10)]
-    p99 = float(np.mean([np.quantile(taken, 0.99) for taken in runs])) / TARGET_S
-    count = float(np.mean([len(taken) for taken in runs])) / len(simulate(steady, 0))
+    runs = [simulate(machine, seed, target_s) for seed in range(10)]
+    p99 = float(np.mean([np.quantile(taken, 0.99) for taken in runs])) / meant_s
+    count = float(np.mean([len(taken) for taken in runs])) / len(simulate(steady, 0, target_s))
     print(f"p99 {p99:.3f} of the target, {count:.2f} times the steps")  # pytest -rP shows it
-    assert p99 < over
-    assert count < steps
+    assert p99 < over * slack[0]
+    assert count < steps * slack[1]

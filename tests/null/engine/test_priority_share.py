@@ -145,7 +145,7 @@ def test_many_prompts_of_lower_priority_stretch_no_step() -> None:
 
 
 def test_without_a_target_nobody_is_held_back() -> None:
-    made = harness(1e-4, target_step_ms=None)
+    made = harness(1e-4, target_itl="none")
     for index in range(31):
         made.add([index] * 4, 100, priority=LOWER)
     made.add([40] * 4, 60)
@@ -156,7 +156,7 @@ def test_without_a_target_nobody_is_held_back() -> None:
 
 def test_a_prompt_keeps_no_pace_for_rows_of_lower_priority() -> None:
     """Nor does it share its step with their prompts."""
-    made = harness(1e-4, target_step_ms=5.0)
+    made = harness(1e-4, target_itl="5")
     for index in range(20):
         made.add([index] * 4, 200, priority=LOWER)
     for _ in range(30):

@@ -7,14 +7,18 @@ of others.
 
 from __future__ import annotations
 
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from vllmx_core.model import DraftSpec
 from vllmx_testing.fake import FakeRules
 
 from .harness import EOS, VOCAB_SIZE, Harness
+from .kv_stores import FakeStore
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 NAN = 11
@@ -34,8 +38,10 @@ CONFIGS = st.fixed_dictionaries(
         "enable_chunked_prefill": st.sampled_from([True, True, False]),
         "scheduling_policy": st.sampled_from(["priority", "fcfs"]),
         "max_num_seqs": st.integers(1, 8),
-        "target_step_ms": st.sampled_from([None, 1.0]),
+        "target_itl": st.sampled_from(["none", "auto", "1"]),
         "state_snapshot_tokens": st.sampled_from([1, 20, 1000]),
+        "session_share": st.sampled_from([0.0, 0.3, 1.0]),
+        "session_limit": st.sampled_from([1, 2, 64]),
     }
 )
 # of cache groups: one without a window, as most models have it, or up to three of any kind
@@ -47,6 +53,23 @@ SPARE_SLOTS = st.none() | st.integers(0, 12)
 # of drafts: none, or the share that is wrong, with a fixed number of tokens or as many as pay
 DRAFTS = st.none() | st.tuples(
     st.sampled_from([0.0, 0.3, 1.0]), st.none() | st.sampled_from([1, 2, 5, 16])
+)
+# of draft models: one with pages of its own, of hidden states, or of blocks; models of stages, and
+# of windows alone, have none
+DRAFT_MODELS = st.none() | st.tuples(
+    st.sampled_from([None, DraftSpec((0,), (8,), 8), DraftSpec((0,), (8,), 8, 5, 1)]),
+    st.sampled_from(["auto", "1", "3", "16"]),
+)
+# of tiers below the device: none, memory, a folder or a shared store, with room for few blocks
+# or for many
+TIERS: st.SearchStrategy[dict[str, Any]] = st.just({}) | st.fixed_dictionaries(
+    {},
+    optional={
+        "kv_host_memory": st.sampled_from([1, 700, 1 << 20]),
+        "kv_disk": st.just("kv"),
+        "kv_disk_size": st.sampled_from([400, 3000, 1 << 20]),
+        "kv_connector": st.just("fake"),
+    },
 )
 PARAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
@@ -73,6 +96,7 @@ FIELDS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "client": st.sampled_from(["", "a", "b"]),
         "cache_salt": st.sampled_from(["", "s"]),
+        "session_id": st.sampled_from(["", "one", "two", "three"]),
         "bad_words_ids": st.lists(st.lists(TOKENS, min_size=1, max_size=2), max_size=30),
         "stop_ids": st.lists(TOKENS, max_size=3),
     },
@@ -91,6 +115,9 @@ class EngineMachine(RuleBasedStateMachine):
         spare_slots=SPARE_SLOTS,
         run_blocks=st.sampled_from([1, 2, 3, 64]),
         drafts=DRAFTS,
+        draft_model=DRAFT_MODELS,
+        tiers=TIERS,
+        fault=st.sampled_from(["", "lose", "damage", "swap", "text", "short", "raise"]),
     )
     def start(
         self,
@@ -102,7 +129,16 @@ class EngineMachine(RuleBasedStateMachine):
         spare_slots: int | None,
         run_blocks: int,
         drafts: tuple[float, int | None] | None,
+        draft_model: tuple[DraftSpec | None, str] | None,
+        tiers: dict[str, Any],
+        fault: str,
     ) -> None:
+        self.folder = TemporaryDirectory()
+        if not config["enable_prefix_caching"]:
+            tiers = {}
+        if "kv_disk" in tiers:
+            tiers = {**tiers, "kv_disk": self.folder.name}
+        config = {**config, **tiers}
         rules = FakeRules(
             VOCAB_SIZE,
             eos_id=EOS,
@@ -113,7 +149,22 @@ class EngineMachine(RuleBasedStateMachine):
         )
         slots = config["max_num_seqs"] + (spare_slots or 0)
         sizes = {**model, "token_s": step_s, "num_state_slots": slots}
-        self.harness = Harness(sizes, config, rules, drafts)
+        self.store = FakeStore()
+        self.again = partial(Harness, sizes, config, rules, drafts, connect=self.store.connect)
+        if draft_model is not None and None in windows and model["num_stages"] == 1:
+            spec, count = draft_model
+            config = {**config, "speculate_tokens": count}
+            self.again = partial(
+                Harness,
+                sizes,
+                config,
+                rules,
+                draft_model=True,
+                draft_spec=spec,
+                connect=self.store.connect,
+            )
+        self.harness = self.again()
+        self.store.fault, self.store.only = fault, "get" * (fault != "raise")
         self.harness.core._scheduler.prefixes.run_blocks = run_blocks
 
     @rule(
@@ -157,6 +208,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness.order_fault(ahead, at_launch=at_launch)
 
     @rule()
+    def write_idle(self) -> None:
+        self.harness.core.write_idle()
+
+    @rule(client=st.sampled_from(["", "a"]), session_id=st.sampled_from(["one", "two"]))
+    def end_session(self, client: str, session_id: str) -> None:
+        self.harness.core.end_session(client, session_id)
+
+    @rule()
     def reset(self) -> None:
         running = self.harness.core.stats().num_running
         assert self.harness.core.reset_prefix_cache() == (running == 0)
@@ -167,10 +226,26 @@ class EngineMachine(RuleBasedStateMachine):
             self.harness.check_blocks()
 
     def teardown(self) -> None:
-        if hasattr(self, "harness"):
-            self.harness.run()
-            self.harness.check_outputs()
-            self.harness.check_idle()
+        if not hasattr(self, "harness"):
+            return
+        self.harness.run()
+        self.harness.check_outputs()
+        self.harness.check_idle()
+        self.harness.core.close()
+        if self.harness.core._scheduler.tiers is not None:  # the next process finds them
+            self.next_process()
+        self.folder.cleanup()
+
+    def next_process(self) -> None:
+        """Sends the last requests again to a new engine over the same folder."""
+        again = self.again()
+        for request in list(self.harness.requests.values())[-4:]:
+            prompt, name = request.prompt_ids.tolist(), request.request_id
+            again.add(prompt, request.max_tokens, name=name, cache_salt=request.cache_salt)
+        again.run()
+        again.check_outputs()
+        again.check_idle()
+        again.core.close()
 
 
 TestEngine = EngineMachine.TestCase

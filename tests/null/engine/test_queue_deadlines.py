@@ -61,6 +61,23 @@ def test_who_was_preempted_has_had_its_turn(harness: Harness, clock: Clock) -> N
     harness.check_output(urgent)
 
 
+def test_a_pause_is_no_waiting(harness: Harness, clock: Clock) -> None:
+    names = [harness.add([number] * 20, 6, queue_timeout_s=5.0) for number in range(3)]
+    harness.step()
+    clock.now_s += 2.0
+    for _ in range(2):  # paused twice without a resume between
+        harness.core.pause(True)
+        clock.now_s += 60.0
+    harness.core.pause(False)
+    clock.now_s += 2.0
+    harness.step()
+    assert harness.core.stats().num_waiting == 2
+    clock.now_s += 2.0
+    harness.step()
+    for late in names[1:]:
+        assert isinstance(error_of(harness.last[late]), QueueTimeoutError)
+
+
 def test_the_choices_of_a_call_go_by_the_first(harness: Harness, clock: Clock) -> None:
     names = [harness.add([1] * 20, 6, name="a", queue_timeout_s=5.0)]
     names += [

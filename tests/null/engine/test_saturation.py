@@ -83,7 +83,9 @@ class ClosedLoop:
 
     def __init__(self, machine: Machine, num_clients: int, target_ms: float | None = 100.0) -> None:
         self.model = SimulatedModel(machine)
-        config = EngineConfig(target_step_ms=target_ms, async_scheduling=False)
+        config = EngineConfig(
+            target_itl="none" if target_ms is None else str(target_ms), async_scheduling=False
+        )
         self.core = EngineCore(self.model, config, max_model_len=256, vocab_size=VOCAB_SIZE)
         self._random = random.Random(1)
         self._due = [(0.03 * number, str(number)) for number in range(num_clients)]

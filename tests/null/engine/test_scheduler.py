@@ -271,7 +271,7 @@ def test_long_prompts_do_not_break_the_pace_of_running_decodes() -> None:
             "step_s": 500e-6,
             "token_s": 20e-6,
         },
-        config={"target_step_ms": 2.5, "enable_prefix_caching": False},
+        config={"target_itl": "2.5", "enable_prefix_caching": False},
         max_model_len=2100,
     )
     harness.add([1] * 8, 400)
@@ -288,7 +288,7 @@ def test_long_prompts_do_not_break_the_pace_of_running_decodes() -> None:
 
 def test_prefill_makes_progress_when_decodes_alone_miss_the_target() -> None:
     harness = Harness(
-        rules=QUIET, model={"step_s": 1e-3}, config={"target_step_ms": 0.5}, max_model_len=64
+        rules=QUIET, model={"step_s": 1e-3}, config={"target_itl": "0.5"}, max_model_len=64
     )
     harness.add([1] * 8, 50)
     for _ in range(4):

@@ -126,10 +126,11 @@ def test_salts_set_states_apart() -> None:
     assert cached == [0, 0, 32, 32]
 
 
-def test_scored_prompts_begin_with_their_first_token() -> None:
+def test_scored_prompts_begin_with_known_log_probabilities() -> None:
     engine = harness()
-    params = {"prompt_logprobs": 1}
-    assert [ask(engine, SYSTEM, params=p) for p in (params, params, {})] == [0, 0, 32]
+    scored = {"prompt_logprobs": 1}
+    assert [ask(engine, SYSTEM, params=p) for p in ({}, scored, {}, scored)] == [0, 0, 32, 32]
+    engine.check_outputs()
 
 
 @pytest.mark.parametrize("windows", [(10,), (None, 10), (None, None, 20)])

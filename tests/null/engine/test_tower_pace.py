@@ -90,7 +90,7 @@ class SeeingModel(FakeLoadedModel):
 
 
 def make_core(model: SeeingModel, **options: Any) -> EngineCore:
-    config = EngineConfig(model="fake", **{"target_step_ms": 60.0, **options})
+    config = EngineConfig(model="fake", **{"target_itl": "60", **options})
     return EngineCore(
         model,
         config,
@@ -149,7 +149,7 @@ def test_running_rows_keep_their_pace_while_images_arrive(spread: float, target_
     """Where parts take up to 1.8 times what was meant, they are made smaller; and a step that ends
     a pass has no more of the image's prompt than there is time for."""
     model = SeeingModel(spread=spread)
-    core = make_core(model, target_step_ms=target_ms)
+    core = make_core(model, target_itl=str(target_ms))
     decoding(core)
     alone = float(np.median(model.seconds[20:]))
     core.add(request("first", [(32, 0)]))
@@ -169,7 +169,7 @@ def test_running_rows_keep_their_pace_while_images_arrive(spread: float, target_
 def test_text_goes_on_at_the_target_and_prompts_with_images_at_the_pace() -> None:
     """Behind its images a prompt is text."""
     model = SeeingModel()
-    core = make_core(model, target_step_ms=200.0)
+    core = make_core(model, target_itl="200")
     decoding(core)
     alone = float(np.median(model.seconds[20:]))
     for number in range(3):  # chunks grow as far as was seen

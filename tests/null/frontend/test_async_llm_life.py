@@ -20,8 +20,9 @@ from vllmx_core.errors import (
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
 from vllmx_engine import async_core
-from vllmx_engine.link.core_start import ThreadFrontend
+from vllmx_engine.core_start import ThreadFrontend
 from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.wire.ipc import Called
 
 from tests.waiting import PATIENCE_S, until
 
@@ -125,6 +126,56 @@ async def test_a_dead_thread_is_reported(
         assert not llm.is_ready
         with pytest.raises(EngineDeadError, match="start the engine again"):
             await llm.submit("hi")
+
+
+@both
+async def test_a_resume_ends_a_pause_that_waits(
+    make_engine: MakeEngine, slow_folder: str, in_process: bool
+) -> None:
+    async with make_engine(in_process=in_process, model=slow_folder) as llm:
+        stream = await llm.submit("hi", LONG)
+        await anext(stream)
+        pausing = asyncio.create_task(llm.pause("wait"))
+        while not await llm.is_paused():
+            await asyncio.sleep(0.01)
+        await llm.resume()
+        await asyncio.wait_for(pausing, PATIENCE_S)
+        assert not await llm.is_paused()
+        assert llm.num_in_flight == 1
+        stream.abort()
+
+
+async def test_counters_of_a_paused_core(make_engine: MakeEngine, slow_folder: str) -> None:
+    """`/sleep` with several workers goes by them."""
+    async with make_engine(model=slow_folder) as llm:
+        running = await llm.submit("hi", LONG)
+        await anext(running)
+        await llm.pause("keep")
+        later = await llm.submit("hi", GREEDY, kind="final")
+        await until(lambda: (llm.stats.num_running, llm.stats.num_waiting) == (1, 1))
+        await llm.pause("abort")
+        await until(lambda: (llm.stats.num_running, llm.stats.num_waiting) == (0, 1))
+        await llm.resume()
+        assert len((await later.last()).outputs[0].token_ids) == 20
+
+
+async def test_an_answer_to_a_call_that_was_just_cancelled(make_engine: MakeEngine) -> None:
+    """It comes before the task that called has run again."""
+    async with make_engine() as llm:
+        frontend = llm._frontend
+        assert isinstance(frontend, ThreadFrontend)
+        for end in (
+            lambda number: frontend._take(Called(number, True)),
+            lambda _: frontend._tell_lost(EngineDeadError("gone")),
+        ):
+            calling = asyncio.create_task(llm.is_paused())
+            await asyncio.sleep(0)
+            (number,) = frontend._calls
+            calling.cancel()
+            end(number)
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+        assert not await llm.is_paused()
 
 
 async def test_grammars_are_prepared_before_the_first_of_them(

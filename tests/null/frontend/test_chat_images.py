@@ -38,15 +38,15 @@ class Squares(ImageProcessor):
     mark = "@"
     token = "#"
 
-    def written(self, num_tokens: int) -> str:
-        return "[" + self.token * num_tokens + "]"
+    def written(self, fit: Fit) -> str:
+        return "[" + self.token * fit.num_tokens + "]"
 
     def fit(self, height: int, width: int, where: str) -> Fit:
         return Fit(height, width, (1, height, 1), width, height * width * 3)
 
-    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+    def prepare(self, image: Pixels, fit: Fit) -> list[PreparedImage]:
         patches, levels = image.reshape(fit.height, -1), np.zeros((3, 256), np.float32)
-        return PreparedImage.of(patches, levels, fit.grid, fit.num_tokens)
+        return [PreparedImage.of(patches, levels, fit.grid, fit.num_tokens)]
 
 
 def images(limits: ImageLimits = ImageLimits(), room: int = 500) -> ChatImages:  # noqa: B008
@@ -115,6 +115,8 @@ async def test_what_cannot_be_taken(make_engine: MakeEngine, template: str) -> N
         assert "stands for images" in await refused(llm, part(2), {"type": "text", "text": "#"})
         for wrong in ({}, {"image_url": 5}, {"image_url": {"url": None}}):
             assert "without a URL" in await refused(llm, {"type": "image_url", **wrong})
+        sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+        assert "is an audio, but fake reads text and images here" in await refused(llm, sound)
         far = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
         assert "--allowed-media-domains" in await refused(llm, far)
 
@@ -155,7 +157,7 @@ async def test_files_are_read_off_the_loop(
         threads: set[str] = set()
         decode = Squares.prepare
 
-        def prepare(self: Squares, image: Pixels, fit: Fit) -> PreparedImage:
+        def prepare(self: Squares, image: Pixels, fit: Fit) -> list[PreparedImage]:
             threads.add(threading.current_thread().name)
             return decode(self, image, fit)
 

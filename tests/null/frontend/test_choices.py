@@ -9,7 +9,7 @@ from vllmx_core.sampling import MAX_ALLOWED_IDS, SamplingParams
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.core import engine_core as core_module
 from vllmx_engine.core.limits import Limits
-from vllmx_engine.link.core_start import ThreadFrontend
+from vllmx_engine.core_start import ThreadFrontend
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.ipc import AddRequest, FrameReader, ToCore, encode_frame, to_core_decoder
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids

@@ -20,19 +20,19 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.core.core_loop import Inbox
 from vllmx_engine.core.found_model import FoundModel, find_model
+from vllmx_engine.core_start import CoreStart
 from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_socket import ClientListener, CoreSocket
-from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreListener
 from vllmx_engine.wire import outbox
 from vllmx_engine.wire.ipc import (
     AbortRequests,
+    Called,
     FrameReader,
     FromCore,
     Outputs,
-    PrefixCacheReset,
     Stats,
     from_core_decoder,
 )
@@ -197,7 +197,7 @@ def test_what_a_client_does_not_read_is_merged() -> None:
         Stats(CoreStats(num_running=1)),
         Outputs([piece]),
         Outputs([first, other]),
-        PrefixCacheReset(1, True),
+        Called(1, True),
         Stats(CoreStats(num_running=2)),
         Outputs([last]),
     ):
@@ -212,7 +212,7 @@ def test_what_a_client_does_not_read_is_merged() -> None:
     )
     assert waiting.take() == [
         Outputs([piece]),
-        PrefixCacheReset(1, True),
+        Called(1, True),
         Outputs([merged, other]),
         Stats(CoreStats(num_running=2)),
     ]

@@ -215,6 +215,21 @@ async def test_shutdown_while_restarting(make_engine: MakeEngine, slow_folder: s
     assert not llm.is_ready
 
 
+async def test_a_core_sleeps_while_it_starts_again(
+    make_engine: MakeEngine, slow_folder: str
+) -> None:
+    async with make_engine(in_process=False, model=slow_folder) as llm:
+        frontend = frontend_of(llm)
+        os.kill(frontend.pid, signal.SIGKILL)
+        await until(lambda: frontend.status == "restarting")
+        await llm.sleep()
+        assert frontend._restarting is not None
+        assert frontend._restarting.cancelled()
+        assert llm.is_asleep
+        await llm.wake()
+        assert await answer(llm)
+
+
 @pytest.mark.parametrize(
     "garbage", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x01\0\0\0\x80"]
 )

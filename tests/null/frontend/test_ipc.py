@@ -19,7 +19,14 @@ from vllmx_core.plugins.specs import BackendSpec, ModelImplSpec
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.wire import ipc
 from vllmx_engine.wire.ipc import KnownSpecs
-from vllmx_engine.wire.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
+from vllmx_engine.wire.messages import (
+    CoreOutput,
+    CoreRequest,
+    CoreStats,
+    ReplicaLoad,
+    TokenLogprobs,
+    pack_ids,
+)
 
 REQUEST = CoreRequest(
     request_id="7.0",
@@ -52,7 +59,7 @@ def start_message(registry: Registry) -> ipc.Start:
 
 @pytest.mark.parametrize(
     "message",
-    [ipc.AddRequest(REQUEST), ipc.AbortRequests(["a", "b"]), ipc.ResetPrefixCache(3)],
+    [ipc.AddRequest(REQUEST), ipc.AbortRequests(["a", "b"]), ipc.Call(3, "pause", "keep")],
 )
 def test_messages_to_the_core_survive(message: ipc.ToCore) -> None:
     reader = ipc.FrameReader(ipc.to_core_decoder)
@@ -64,7 +71,8 @@ def test_messages_to_the_core_survive(message: ipc.ToCore) -> None:
     [
         ipc.Outputs([OUTPUT, CoreOutput(request_id="8.1", ids=[], finish_reason="length")]),
         ipc.Stats(CoreStats(num_steps=3, step_seconds=0.5)),
-        ipc.PrefixCacheReset(3, False),
+        ipc.Called(3, False),
+        ipc.Announced(bytes(32), b"", ReplicaLoad(2, 1, queued_s=0.5)),
         ipc.Failed(ipc.ErrorRecord.of(CapacityError("too large", param="max_model_len"))),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.model import heads_of
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.weights.map import assemble
@@ -159,18 +160,41 @@ def test_the_model_of_a_file_is_that_of_the_original(
         checkpoint.weights.close()
 
 
-def test_layers_of_prediction_are_passed_over(registry: Registry, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_layers_of_prediction_draft(registry: Registry, tmp_path: Path, copies: bool) -> None:
+    """With embedding and head of their own, or those of the model."""
     source = random_weights(registry.model_for(CONFIGS["v3"]).load()(CONFIGS["v3"]))
-    tensors = in_file(source, True)
+    tensors, random = in_file(source, True), np.random.default_rng(2)
     extra = {
-        f"blk.3.{key.split('.', 2)[2]}": value
+        f"blk.3.{key.split('.', 2)[2]}": value + np.float32(1)
         for key, value in tensors.items()
         if key.startswith("blk.2.")
     }
-    extra["blk.3.nextn.eh_proj.weight"] = np.zeros((32, 64), np.float32)
+    vocabulary = tensors["token_embd.weight"].shape
+    shapes = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head_norm": (32,)}
+    shapes |= {"embed_tokens": vocabulary, "shared_head_head": vocabulary} if copies else {}
+    for name, shape in shapes.items():
+        extra[f"blk.3.nextn.{name}.weight"] = random.random(shape, np.float32)
     path = write(tmp_path / "m.gguf", CONFIGS["v3"], tensors | extra, True, nextn_predict_layers=1)
     checkpoint = open_checkpoint(registry, path)
-    assert len(build_model(registry, checkpoint).shape.caches) == 3
+    model = build_model(registry, checkpoint)
+    assert len(model.shape.caches) == 3
+    heads = heads_of(model)
+    assert heads is not None
+    read = {one.name: assemble(one, checkpoint.weights)[0] for one in heads.weights()}
+    module = "blk.3.nextn"
+    wanted = {
+        "embed": extra.get(f"{module}.embed_tokens.weight", tensors["token_embd.weight"]),
+        "lm_head": extra.get(f"{module}.shared_head_head.weight", tensors["output.weight"]),
+        "enorm": extra[f"{module}.enorm.weight"],
+        "hnorm": extra[f"{module}.hnorm.weight"],
+        "norm": extra[f"{module}.shared_head_norm.weight"],
+        "fc.embedded": extra[f"{module}.eh_proj.weight"][:, :32],
+        "fc.hidden": extra[f"{module}.eh_proj.weight"][:, 32:],
+        "layers.0.attn_norm": extra["blk.3.attn_norm.weight"],
+    }
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(read[name], values, err_msg=name)
     checkpoint.weights.close()
 
 

@@ -326,13 +326,13 @@ def test_missing_tensors_name_their_neighbours(registry: Registry, tmp_path: Pat
 
 def test_an_unknown_architecture_lists_the_known(registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "mamba")
+    writer = gguf.GGUFWriter(path, "rwkv7")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*known: .*llama, .*qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'rwkv7'.*known: .*llama, .*qwen3"):
         open_checkpoint(registry, path)
 
 

@@ -61,7 +61,7 @@ OSS = SMALL | {
     "num_local_experts": 4,
     "sliding_window": 16,
 }
-INDEX = {"index_topk": 48, "index_n_heads": 2, "index_head_dim": 16}
+INDEX = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA4 = SMALL | {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "global_head_dim": 32,
@@ -83,12 +83,50 @@ MIXED = GEMMA4 | {
     "final_logit_softcapping": 30.0,
 }
 ARCHS = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+KNOWN_AS = {"deepseek32": "glm-dsa"}
+"""Architectures that the package does not know, with the same tensors as one that it does."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", OSS),
     "glm4-moe": ("glm4moe", SMALL | {
         "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 2,
         "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1, "first_k_dense_replace": 2,
+    }),
+    "dots1": ("dots1", SMALL | {
+        "architectures": ["Dots1ForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    }),
+    "ernie4.5-moe": ("ernie4_5-moe", SMALL | {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 4, "moe_k": 2,
+    }),
+    "k-exaone": ("exaone-moe", SMALL | {
+        "architectures": ["ExaoneMoeForCausalLM"], "num_experts": 4, "num_shared_experts": 2,
+        "sliding_window": 16, "num_hidden_layers": 4,
+    }),
+    "hunyuan": ("hunyuan-dense", SMALL | {"architectures": ["HunYuanDenseV1ForCausalLM"]}),
+    "hunyuan-moe": ("hunyuan-moe", SMALL | {
+        "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": 2,
+        "moe_intermediate_size": 64,
+    }),
+    "ling-2": ("bailingmoe2", SMALL | {
+        "architectures": ["BailingMoeV2ForCausalLM"], "num_experts": 4, "num_shared_experts": 2,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+    }),
+    "llama4": ("llama4", SMALL | {
+        "architectures": ["Llama4ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96, "num_hidden_layers": 4,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    }),
+    "olmoe-clipped": ("olmoe", SMALL | {
+        "architectures": ["OlmoeForCausalLM"], "num_experts": 4, "clip_qkv": 8.0,
+        "intermediate_size": 32,
+    }),
+    "phi-moe": ("phimoe", SMALL | {
+        "architectures": ["PhiMoEForCausalLM"], "num_local_experts": 4, "attention_bias": True,
+        "lm_head_bias": True, "moe_intermediate_size": 64, "rms_norm_eps": 1e-6,
     }),
     "deepseek-v2": ("deepseek2", LATENT | {
         "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "rope_scaling": YARN,
@@ -98,8 +136,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "architectures": ["DeepseekV3ForCausalLM"], "n_group": 2, "topk_group": 1,
         "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
     }),
+    "mistral4": ("mistral4", LATENT | {
+        "architectures": ["Mistral4ForCausalLM"], "norm_topk_prob": True,
+        "rope_parameters": YARN | {
+            "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    }),
     "glm-4.7-flash": ("deepseek2", LATENT | {"architectures": ["Glm4MoeLiteForCausalLM"]}),
+    "deepseek-v3.2": ("deepseek32", LATENT | INDEX | {
+        "architectures": ["DeepseekV32ForCausalLM"], "n_group": 2, "topk_group": 1,
+    }),
     "glm-5": ("glm-dsa", LATENT | INDEX | {"architectures": ["GlmMoeDsaForCausalLM"]}),
+    "glm-5.2": ("glm-dsa", LATENT | INDEX | {
+        "architectures": ["GlmMoeDsaForCausalLM"], "index_topk_freq": 2,
+    }),
     "granite-moe": ("granitemoe", SMALL | {
         "architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 4,
         "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
@@ -196,12 +246,14 @@ def _check_names(path: Path, arch: str) -> None:
     """Checks names against the tables of the `gguf` package."""
     file = GGUFFile(path)
     allowed = {
-        gguf.TENSOR_NAMES[one].replace("{bid}", "#") for one in gguf.MODEL_TENSORS[ARCHS[arch]]
+        gguf.TENSOR_NAMES[one].replace("{bid}", "#")
+        for one in gguf.MODEL_TENSORS[ARCHS[KNOWN_AS.get(arch, arch)]]
     }
     for name in file.tensors:
         stem = re.sub(r"\.(weight|bias|scale)$", "", name)
         assert re.sub(r"^blk\.\d+", "blk.#", stem) in allowed, name
     keys = {key.replace("{arch}", arch) for key in _keys(gguf.Keys)}
+    keys.add(f"{arch}.attention.indexer.types")  # newer than the package
     strange = [key for key in file.metadata if key.startswith(f"{arch}.") and key not in keys]
     assert strange == []
     file.close()

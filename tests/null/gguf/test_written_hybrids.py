@@ -16,8 +16,9 @@ from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.convert import quantize
 
-from . import test_hybrids as hybrids
+from . import hybrid_families as hybrids
 from . import test_recurrent as qwen
+from .hybrid_writers import written
 from .test_written_families import saved, tensors_of
 
 Arrays = dict[str, np.ndarray]
@@ -27,11 +28,14 @@ _SILENT = (".rope.freq_base", ".expert_shared_feed_forward_length")
 _TURNS = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
 _OF_EXPERTS = {"architectures": ["Qwen3_5MoeForCausalLM"]}
 QWEN = ("qwen35", "qwen35moe")
+READ_ONLY = (
+    "jamba", "mamba", "mamba2", "falcon-mamba", "falcon-h1", "falcon-h1, no norm", "kimi-linear",
+)  # fmt: skip
 CASES: dict[str, Mapping[str, Any]] = {
     **{
         name: family.config | _SAVED
         for name, family in hybrids.FAMILIES.items()
-        if name not in ("qwen3next of old", "qwen3next, predicting")
+        if name not in ("qwen3next of old", "qwen3next, predicting", *READ_ONLY)
     },
     "qwen35": qwen.CONFIG | _TURNS | _SAVED | {"architectures": ["Qwen3_5ForCausalLM"]},
     "qwen35moe": qwen.CONFIG
@@ -61,7 +65,7 @@ def as_the_converter(registry: Registry, name: str, folder: Path, path: Path) ->
     else:
         arrays = {one: checkpoint.weights.part(one).dequantize() for one in _names(checkpoint)}
         family = hybrids.FAMILIES[name]
-        hybrids.written(path, family, arrays, GGMLQuantizationType.F32)
+        written(path, family, arrays, GGMLQuantizationType.F32)
     checkpoint.weights.close()
 
 
@@ -136,6 +140,7 @@ def test_a_file_is_the_model(
 def test_what_a_file_cannot_state_is_refused(registry: Registry, tmp_path: Path) -> None:
     granite, qwen35 = CASES["granitehybrid, dense, rope"], CASES["qwen35"]
     changes: dict[str, Mapping[str, Any]] = {
+        "JambaForCausalLM cannot be written": hybrids.FAMILIES["jamba"].config | _SAVED,
         r"without a layer of Mamba-2": granite | {"layer_types": ["attention"] * 4},
         r"without a layer of delta nets": qwen35 | {"layer_types": ["full_attention"] * 4},
         r"cannot state layers\[0\]\.mixer\.dt_min = 0\.5": granite

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_images import place_images, write_images
-from vllmx_engine.images.processor import GemmaImages, QwenImages
+from vllmx_engine.images.processor import Fit, GemmaImages, QwenImages
 
 
 def test_marks_become_places() -> None:
-    images = [2, 3]
     qwen, gemma = QwenImages({}), GemmaImages({})
     pad = qwen.mark
-    assert write_images(f"a{pad}b{pad}", qwen, images) == f"a{pad * 2}b{pad * 3}"
+    texts = [qwen.written(Fit(1, 1, (1, 1, size), size, 0)) for size in (2, 3)]
+    assert write_images(f"a{pad}b{pad}", qwen, texts) == f"a{pad * 2}b{pad * 3}"
     soft = gemma.token
-    assert write_images("a<start_of_image>b", gemma, images[:1]) == (
+    text = gemma.written(Fit(1, 1, (1, 1, 2), 2, 0))
+    assert write_images("a<start_of_image>b", gemma, [text]) == (
         f"a\n\n<start_of_image>{soft * 2}<end_of_image>\n\nb"
     )
     assert write_images("plain", qwen, []) == "plain"
@@ -23,7 +24,7 @@ def test_marks_become_places() -> None:
 @pytest.mark.parametrize("prompt", ["none", "<|image_pad|><|image_pad|>"])
 def test_marks_in_texts_are_refused(prompt: str) -> None:
     with pytest.raises(InvalidRequestError, match="for 1 images"):
-        write_images(prompt, QwenImages({}), [1])
+        write_images(prompt, QwenImages({}), ["x"])
 
 
 def test_images_are_found_among_ids() -> None:

@@ -144,6 +144,31 @@ def test_servers_only_where_they_are_named(server: int) -> None:
         read_source(ImageSource(f"{base}/a", "there"), limits, Deadline(9, lambda: True))
 
 
+def test_audio_has_the_same_protections_and_its_own_words(server: int) -> None:
+    def read_audio(url: str, limits: ImageLimits) -> bytes:
+        return read_source(ImageSource(url, "there", "audio"), limits)
+
+    base, limits = (
+        f"http://127.0.0.1:{server}",
+        replace(allowing(f"127.0.0.1:{server}"), kind="audio"),
+    )
+    assert read_audio(f"{base}/a", limits) == read(f"{base}/a", limits)
+    assert read_audio(data_url(DATA, "audio/wav"), limits) == DATA
+    for url, message in (
+        (data_url(DATA), "a data URL of an audio in base64: data:audio/wav"),
+        ("http://a.org/b", "from where audio files are not fetched here: send the audio in"),
+        ("file:///a.wav", "send the audio in a data URL"),
+        ("ftp://a/b", "data:audio/wav;base64"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            read_audio(url, limits)
+    config = EngineConfig(model="x", max_audio_bytes=3, max_audio_seconds=5)
+    small = ImageLimits.of(config, "audio")
+    assert small.max_seconds == 5
+    with pytest.raises(InvalidRequestError, match=r"audio of more than 3 bytes.*--max-audio-bytes"):
+        read_audio(data_url(DATA, "audio/wav"), small)
+
+
 @pytest.mark.parametrize("url", ["ftp://a/b", "", "a.png", "http://[", "http://a:x/b"])
 def test_other_urls(url: str) -> None:
     assert refused(url)

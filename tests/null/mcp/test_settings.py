@@ -178,3 +178,14 @@ def test_what_a_model_calls_and_a_request_allows() -> None:
     assert chosen(tools[:2], ["a__x"], "p") == [tools[0]]
     with pytest.raises(InvalidRequestError, match="p names 'z', which is none"):
         chosen(tools[:2], ["z"], "p")
+
+
+def test_the_flag_names_a_file_that_is_read_first(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from vllmx.cli.serve import serve
+    from vllmx_core.errors import ConfigError
+
+    arguments = ["--mcp-config", str(tmp_path / "none.json"), "--port", "0"]
+    result = CliRunner().invoke(serve, arguments, standalone_mode=False)
+    assert isinstance(result.exception, ConfigError)
+    assert "--mcp-config" in result.exception.message

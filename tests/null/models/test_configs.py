@@ -153,16 +153,10 @@ def test_refused(build: Any, architecture: str, config: dict[str, Any], message:
     assert "config.json" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"architectures": ["DeepseekV4ForCausalLM"], "hc_mult": 4},
-        {"architectures": ["Qwen4ExpForCausalLM"], "text_config": {"hc_count": 4}},
-    ],
-)
-def test_hyper_connections_are_refused_by_name(registry: Registry, config: dict[str, Any]) -> None:
-    name = config["architectures"][0]
-    with pytest.raises(UnsupportedModelError, match=f"'{name}'.* joins .* by hyper-connections"):
+def test_gated_residuals_are_refused_by_name(registry: Registry) -> None:
+    name = "Qwen4ExpForCausalLM"
+    config = {"architectures": [name], "text_config": {"hc_count": 4}}
+    with pytest.raises(UnsupportedModelError, match=f"'{name}'.* joins .* by gated residuals"):
         registry.model_for(BASE | config)
     with pytest.raises(UnsupportedModelError, match=r"known\)\. A plugin can add it"):
         registry.model_for({"architectures": [name]})
@@ -244,7 +238,7 @@ def test_layers_of_prediction_are_passed_over_with_a_line(
     count = inner["num_hidden_layers"]
     with caplog.at_level("INFO", "vllmx.models"):
         model = registry.model_for(config).load()(config)
-    line = f"layers of multi-token prediction are passed over: {inner[key]}"
+    line = f"the checkpoint has layers of multi-token prediction: {inner[key]}"
     assert caplog.messages.count(line) == 1
     assert len(model.spec.layers) == count
     caplog.clear()
@@ -272,6 +266,12 @@ def test_smollm3_layers_without_rotation(build: Any) -> None:
     layers = build("SmolLM3ForCausalLM").spec.layers
     assert [layer.mixer.rope is not None for layer in layers] == [True, True, True, False]
     assert layers[0].mixer.rope.theta == 2_000_000.0
+
+
+def test_the_share_of_rotated_dimensions_is_not_rounded_down(build: Any) -> None:
+    config = {"n_embd": 176, "n_head": 2, "n_layer": 1, "rotary_dim": 30}
+    (layer,) = build("GPTJForCausalLM", **config).spec.layers
+    assert layer.mixer.rope.rotary_dim == 30  # of 88: 88 * (30 / 88) is less
 
 
 def test_a_table_for_each_layer_type(build: Any) -> None:

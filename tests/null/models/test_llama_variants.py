@@ -40,8 +40,14 @@ LLAMAS = [
     "XverseForCausalLM",
     "InternLM3ForCausalLM",
 ]
-OTHERS = {"InternLMForCausalLM", "MiMoForCausalLM", "YiForCausalLM"}
-"""Below, each with what it has of its own."""
+OTHERS = {
+    "DeciLMForCausalLM",
+    "InternLMForCausalLM",
+    "MiMoForCausalLM",
+    "PhiMoEForCausalLM",
+    "YiForCausalLM",
+}
+"""Below, each with what it has of its own; DeciLM in `test_deci`."""
 
 
 def test_the_record_has_these() -> None:
@@ -69,7 +75,19 @@ def test_yi_has_names_of_its_own() -> None:
     assert replace(found, layers=plain) == spec("LlamaForCausalLM")
 
 
-def test_mimo_is_qwen2_without_its_further_layers(caplog: pytest.LogCaptureFixture) -> None:
+def test_published_phi_moe_has_another_class() -> None:
+    """Its RoPE has a factor for short texts and one for long ones, which are equal."""
+    factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "factor": 4.0}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    named = {"rope_scaling": rope | {"attention_factor": 1.25}, **experts}
+    published = {"rope_scaling": rope | {"short_mscale": 1.25, "long_mscale": 1.25}, **experts}
+    assert spec("PhiMoEForCausalLM", **published) == spec("PhimoeForCausalLM", **named)
+
+
+def test_mimo_is_qwen2_with_a_further_layer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "vllmx.models"):
-        assert spec("MiMoForCausalLM", num_nextn_predict_layers=1) == spec("Qwen2ForCausalLM")
-    assert caplog.messages == ["layers of multi-token prediction are passed over: 1"]
+        found = spec("MiMoForCausalLM", num_nextn_predict_layers=1)
+    assert found.prediction is not None
+    assert replace(found, prediction=None) == spec("Qwen2ForCausalLM")
+    assert caplog.messages == ["the checkpoint has layers of multi-token prediction: 1"]

@@ -34,7 +34,7 @@ def read(scaling: Any, **config: Any) -> Rope:
         ({"rope_type": "linear", "factor": -2.0}, "needs factor"),
         ({"rope_type": "dynamic", "factor": float("inf")}, "needs factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor"),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 2.0},
          "needs high_freq_factor"),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}, "needs beta_fast"),
         ({"rope_type": "longrope"}, "short_factor as a list of 4"),

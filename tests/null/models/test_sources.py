@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
+import types
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from vllmx_models.sources import hub_file, hub_snapshot, local_path
+from vllmx_core.errors import CapacityError, ModelNotFoundError
+from vllmx_models.file_names import largest_that_fits
+from vllmx_models.sources import choose_file, hub_file, hub_snapshot, local_path, modelscope_model
 
+from tests.hub_server import COMMIT, FILES, TOKEN, serving_hub
 from tests.waiting import PATIENCE_S
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_secret"
-FILES = {
-    "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": b"weights " * 5000,
-    "tokenizer.json": b"{}",
-    "chat_template.jinja": b"hello",
-    "model.gguf": b"another format",
-    "Q8/big-00001-of-00002.gguf": b"first half",
-    "Q8/big-00002-of-00002.gguf": b"second half",
-    "mmproj-F16.gguf": b"a tower",
-    "mmproj-BF16.gguf": b"the same in bfloat16",
-    "pytorch_model.bin": b"pickle",
-    "onnx/config.json": b"{}",
-    "consolidated.safetensors": b"second copy",
-    "gptq_model-4bit-128g.safetensors": b"under a name of AutoGPTQ",
-}
 WANTED = {
     "config.json",
     "model.safetensors",
@@ -45,8 +28,12 @@ WANTED = {
 }
 SCRIPT = """
 import json, sys
+import vllmx_core.system.logs as logs
+logs.configure_logging("warning")
 from vllmx_core.errors import ModelNotFoundError
-from vllmx_models.sources import hub_file, hub_snapshot, hub_tower
+from vllmx_core.errors import CapacityError, ModelNotFoundError
+from vllmx_models.file_names import largest_that_fits
+from vllmx_models.sources import choose_file, hub_file, hub_snapshot, hub_tower
 model, revision, progress = json.loads(sys.argv[1])
 try:
     source = hub_file if ":" in model else hub_snapshot
@@ -60,75 +47,16 @@ except ModelNotFoundError as error:
 """
 
 
-class HubHandler(BaseHTTPRequestHandler):
-    """org/model is public, org/gated and org/private want TOKEN; one commit, one branch."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        if "/resolve/" in path:
-            self._resolve(*path.strip("/").split("/resolve/"))
-            return
-        model, _, rest = path.removeprefix("/api/models/").partition("/revision/")
-        if "/tree/" in path:
-            model, _, rest = path.removeprefix("/api/models/").partition("/tree/")
-        files = {n: d for n, d in FILES.items() if "safetensors" not in n or "GGUF" not in model}
-        if model == "org/broken":
-            self._send(503, b"{}")
-        elif model not in ("org/model", "org/gated", "org/model-GGUF") and not self._authorised():
-            self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif rest not in ("main", COMMIT):
-            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        elif "/tree/" in path:
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
-                for name, data in files.items()
-            ]
-            self._send(200, json.dumps(tree).encode())
-        else:
-            siblings = [{"rfilename": name} for name in files]
-            info = {"id": model, "sha": COMMIT, "siblings": siblings}
-            self._send(200, json.dumps(info).encode())
-
-    def _resolve(self, model: str, rest: str) -> None:
-        if model == "org/gated" and not self._authorised():
-            self._send(401, b"{}", {"X-Error-Code": "GatedRepo"})
-            return
-        data = FILES[rest.partition("/")[2]]
-        self._send(200, data, {"ETag": f'"{etag(data)}"', "X-Repo-Commit": COMMIT})
-
-    def _authorised(self) -> bool:
-        return self.headers.get("authorization") == f"Bearer {TOKEN}"
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Keeps the test's standard error for the progress bar."""
-
-
-def etag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+REPOS = {
+    **dict.fromkeys(("org/model", "org/gated", "org/private"), FILES),
+    "org/model-GGUF": {name: data for name, data in FILES.items() if "safetensors" not in name},
+}
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving_hub(REPOS) as hub:
+        yield hub.url
 
 
 @pytest.fixture
@@ -212,21 +140,26 @@ def test_offline_with_half_a_model(tmp_path: Path, endpoint: str, closed_endpoin
 def test_a_branch_that_names_no_snapshot_of_the_cache(
     tmp_path: Path, endpoint: str, model: str
 ) -> None:
-    """A download of a newer commit that never began: the message names the one that is whole."""
+    """A download of a newer commit that never began: the only whole one is loaded, with a line,
+    unless a revision was asked for."""
     before, _ = snapshot(tmp_path, endpoint, model)
     (ref,) = tmp_path.rglob("refs/main")
     ref.write_text("f" * 40)
     half = ref.parents[1] / "snapshots" / ("e" * 40)
     half.mkdir()
     (half / "config.json").write_text("{}")
-    answer, _ = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
+    answer, shown = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
+    assert answer["path"] == before["path"]
+    assert f"org/model is loaded at {COMMIT}, its only whole snapshot" in shown
+    answer, _ = snapshot(tmp_path, endpoint, model, "main", HF_HUB_OFFLINE="1")
     assert f"the cache has {COMMIT} of it whole: --revision {COMMIT} loads that" in answer["error"]
     again, _ = snapshot(tmp_path, endpoint, model, COMMIT, HF_HUB_OFFLINE="1")
     assert again["path"] == before["path"]
     if ":" not in model:  # a download of a newer commit that broke off
         ref.write_text(half.name)
-        answer, _ = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
-        assert f"--revision {COMMIT} loads that" in answer["error"]
+        answer, shown = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
+        assert answer["path"] == before["path"]
+        assert "its only whole snapshot" in shown
     kept = half.with_name("kept")
     half.with_name(COMMIT).rename(kept)
     again, _ = snapshot(tmp_path, endpoint, model, "kept", HF_HUB_OFFLINE="1")
@@ -304,12 +237,39 @@ def test_a_file_that_the_model_lacks(tmp_path: Path, endpoint: str) -> None:
     assert "gated" in answer["error"]
 
 
-def test_a_model_of_gguf_files_asks_for_one(tmp_path: Path, endpoint: str) -> None:
-    answer, _ = snapshot(tmp_path, endpoint, "org/model-GGUF")
-    assert answer["error"].endswith(
-        "as in org/model-GGUF:Q8/big-00001-of-00002.gguf; it has Q8/big-00001-of-00002.gguf,"
-        " model.gguf"
-    )
+def test_the_largest_of_several_gguf_files_that_fits_is_loaded(
+    tmp_path: Path, endpoint: str
+) -> None:
+    answer, shown = snapshot(tmp_path, endpoint, "org/model-GGUF")
+    assert answer["path"].endswith("/Q8/big-00001-of-00002.gguf")
+    assert "2 GGUF files: Q8/big-00001-of-00002.gguf is the largest that fits" in shown
+    offline, _ = snapshot(tmp_path, endpoint, "org/model-GGUF", HF_HUB_OFFLINE="1")
+    assert offline == answer
+
+
+def test_a_file_is_named_by_its_type(tmp_path: Path, endpoint: str) -> None:
+    answer, _ = snapshot(tmp_path, endpoint, "org/model-GGUF:q8")
+    assert answer["path"].endswith("/Q8/big-00001-of-00002.gguf")
+    assert snapshot(tmp_path, endpoint, "org/model-GGUF:Q8", HF_HUB_OFFLINE="1")[0] == answer
+    answer, _ = snapshot(tmp_path, endpoint, "org/model-GGUF:Q5_K_M")
+    assert "no GGUF file with 'Q5_K_M' in its name" in answer["error"]
+
+
+def test_files_are_chosen_by_the_free_memory() -> None:
+    sizes = {
+        "a-Q4.gguf": 40,
+        "b-Q8-00001-of-00002.gguf": 50,
+        "b-Q8-00002-of-00002.gguf": 30,
+        "mmproj-F16.gguf": 70,
+        "imatrix.gguf": 79,
+        "model.safetensors": 60,
+    }
+    assert largest_that_fits(sizes, 100) == "b-Q8-00001-of-00002.gguf"
+    assert largest_that_fits(sizes, 99.9) == "a-Q4.gguf"
+    assert largest_that_fits(sizes, 49) is None
+    with pytest.raises(CapacityError, match="fits 80% of the free memory"):
+        choose_file("org/x", sizes, 49)
+    assert choose_file("org/x", {"only.gguf": 100}, 1) == "only.gguf"
 
 
 @pytest.mark.parametrize(
@@ -327,3 +287,38 @@ def test_a_model_of_gguf_files_asks_for_one(tmp_path: Path, endpoint: str) -> No
 )
 def test_names_that_are_no_files_on_the_hub(name: str) -> None:
     assert hub_file(name, None, False) is None
+
+
+def test_a_model_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def snapshot_download(
+        model_id: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        asked.append((model_id, revision, allow_patterns))
+        if model_id == "org/none":
+            raise ValueError("404: not there")
+        for name, data in FILES.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+        return str(tmp_path)
+
+    module = types.ModuleType("modelscope")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert modelscope_model("org/model", None, False) is None
+    with pytest.raises(ModelNotFoundError, match=r"pip install 'vllmx\[modelscope\]'"):
+        modelscope_model("modelscope://org/model", None, False)
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+    assert modelscope_model("modelscope://org/model", "v1", False) == tmp_path
+    file = modelscope_model("modelscope://org/model:model.gguf", None, False)
+    assert file == tmp_path / "model.gguf"
+    assert [each[:2] for each in asked] == [("org/model", "v1"), ("org/model", None)]
+    assert asked[1][2] == ["model.gguf"]
+    for name, reason in (
+        ("org/none", "404: not there"),
+        ("org/model:other.gguf", "no such weights"),
+        ("org/model:../x.gguf", "is not a model of ModelScope"),
+    ):
+        with pytest.raises(ModelNotFoundError, match=reason):
+            modelscope_model(f"modelscope://{name}", None, False)

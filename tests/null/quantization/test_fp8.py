@@ -175,7 +175,7 @@ def test_a_scale_without_its_weight(tmp_path: Path) -> None:
         ({"activation_scheme": "magic"}, "activation_scheme = magic .*known: dynamic, static"),
         ({"fmt": "e3m4"}, "fmt = e3m4 .*known: e4m3"),
         ({"scale_fmt": "ue5m3"}, "scale_fmt = ue5m3 .*known: float, ue8m0"),
-        ({"expert_dtype": "fp4"}, "expert_dtype = fp4 .*known: fp8"),
+        ({"expert_dtype": "int4"}, "expert_dtype = int4 .*known: fp8, fp4"),
         ({"moe_quant_algo": "NVFP4"}, "moe_quant_algo = NVFP4 .*known: FP8"),
         ({"weight_block_size": [128]}, "weight_block_size = .*two integers"),
         ({"weight_block_size": [128, 0]}, "weight_block_size = .*above 0"),

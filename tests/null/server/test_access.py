@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import ssl
@@ -17,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
-from vllmx_server.host.address import bind, listen
+from vllmx_server.host import address
+from vllmx_server.host.address import bind, listen, passed_by_systemd, url_of
 from vllmx_server.host.apis import all_routes
 from vllmx_server.host.app import build_app
 from vllmx_server.host.process import hypercorn_config
@@ -209,6 +211,34 @@ def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     for path in (tmp_path / "missing" / "x.sock", tmp_path / ("x" * 200)):
         with pytest.raises(ConfigError, match="--uds"):
             bind(ServerConfig(uds=str(path)))
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "unix", "many", "another process", "datagrams"])
+def test_sockets_of_systemd(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = socket.AF_UNIX if where == "unix" else socket.AF_INET
+    kind = socket.SOCK_DGRAM if where == "datagrams" else socket.SOCK_STREAM
+    path, config = str(tmp_path / "passed.sock"), ServerConfig(host="0.0.0.0", port=9)
+    with socket.socket(family, kind) as given:
+        given.bind(path if where == "unix" else ("127.0.0.1", 0))
+        if where != "datagrams":
+            given.listen()
+        monkeypatch.setattr(address, "_FIRST_PASSED", os.dup(given.fileno()))
+        monkeypatch.setenv("LISTEN_FDS", "2" if where == "many" else "1")
+        monkeypatch.setenv("LISTEN_PID", str(os.getpid() + (where == "another process")))
+        if where in ("many", "datagrams"):
+            with pytest.raises(ConfigError, match="one ListenStream="):
+                passed_by_systemd(config)
+            return
+        listener, found = passed_by_systemd(config)
+        assert "LISTEN_FDS" not in os.environ
+        if listener is None:
+            assert (where, found) == ("another process", config)
+            return
+        with listener:
+            assert not listener.get_inheritable()
+            port = None if where == "unix" else given.getsockname()[1]
+            url = f"unix:{path}" if where == "unix" else f"http://127.0.0.1:{port}"
+            assert url_of(listener, found) == url
 
 
 def test_unix_sockets(tmp_path: Path) -> None:

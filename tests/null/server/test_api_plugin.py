@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllmx_core.errors import PluginError
+from vllmx_core.errors import ConfigError, PluginError
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ApiSpec
@@ -81,6 +81,32 @@ def test_a_route_has_one_api() -> None:
         apis.check_routes([*apis.load_apis(ServerConfig()), Twin(ServerConfig())])
 
 
+def test_an_api_of_another_server_takes_routes_over() -> None:
+    found = apis.load_apis(ServerConfig(apis=("llamacpp, ollama", "llamacpp")))
+    apis.check_routes(found)
+    owners = {route.path: type(api).__name__ for api in found for route in api.routes}
+    assert owners["/tokenize"] == owners["/completion"] == "LlamaCppApi"
+    assert owners["/api/chat"] == "OllamaApi"
+    assert owners["/v1/completions"] == "CompletionsApi"
+    plain = apis.load_apis(ServerConfig())
+    paths = {route.path for api in plain for route in api.routes}
+    assert "/tokenize" in paths
+    assert not paths & {route.path for route in apis.all_routes(by_name=True)} - {
+        "/", "/tokenize", "/detokenize", "/v2/rerank",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="names 'nothing', and the APIs to choose from are"):
+        apis.load_apis(ServerConfig(apis=("nothing",)))
+
+
+def test_two_apis_of_other_servers_do_not_share_a_route() -> None:
+    class Twin(Api):
+        routes = (next(each for each in apis.all_routes(by_name=True) if each.path == "/props"),)
+
+    config = ServerConfig(apis=("llamacpp",))
+    with pytest.raises(PluginError, match="both answer GET /props: leave one out of --apis"):
+        apis.check_routes([*apis.load_apis(config), Twin(config)])
+
+
 def test_only_what_is_switched_on_is_imported() -> None:
     """The import of this one would fail."""
     registry = Registry()
@@ -91,3 +117,10 @@ def test_only_what_is_switched_on_is_imported() -> None:
     assert apis.load_apis(ServerConfig(web=False), registry) == []
     with pytest.raises(PluginError, match="cannot import"):
         apis.load_apis(ServerConfig(web=True), registry)
+    named = ApiSpec("elsewhere", "nowhere.at_all:Nothing", by_name=True)
+    other = type("Plugin", (), {"vllmx_apis": staticmethod(lambda: (named,))})
+    hookimpl(other.vllmx_apis)
+    registry.add(other, "test:elsewhere")
+    assert apis.load_apis(ServerConfig(web=False), registry) == []
+    with pytest.raises(PluginError, match="cannot import"):
+        apis.load_apis(ServerConfig(web=False, apis=("elsewhere",)), registry)

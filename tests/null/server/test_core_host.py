@@ -78,6 +78,8 @@ class Core:
         kv_cache_bytes=3,
         max_model_len=64,
         takes_images=False,
+        takes_audio=False,
+        audio_rows=0,
         free_bytes=30,
         backend="cpu",
     )

@@ -60,5 +60,6 @@ async def test_the_table_of_metrics_has_all_of_them(make_server: MakeServer) -> 
     }
     places = "spec_decode_num_accepted_tokens_per_pos_total"
     sometimes = {"state_slot_usage_perc", "state_snapshots", places}
-    assert listed - there == sometimes, "of recurrent layers and of drafts"
+    sometimes |= {"kv_host_blocks", "kv_host_bytes", "kv_store_blocks", "kv_store_bytes"}
+    assert listed - there == sometimes, "of recurrent layers, of drafts and of tiers"
     assert there - listed == set()

@@ -51,3 +51,10 @@ def test_metrics() -> None:
     text = Metrics("m", CoreStats, {"block_size": 16}).render().decode()
     names = set(re.findall(r"# TYPE vllmx:(\w+)", text))
     assert [name for name in sorted(names) if f"`{name}`" not in TEXT] == []
+
+
+def test_routes_of_other_servers() -> None:
+    page = (DOCS / "clients.md").read_text(encoding="utf-8")
+    for route in all_routes(by_name=True):
+        path = route.path.replace("{name:path}", "NAME")
+        assert f"`{path}`" in page or f"{route.method} {path}`" in page, path

@@ -80,7 +80,9 @@ async def test_content_parts_that_are_not_served(served: Served) -> None:
         ({"type": "text"}, "content part of type 'text' without its text"),
         ({"type": "image_url", "image_url": {"url": "x"}}, "reads text alone here"),
         ({"type": "image_url"}, "'image_url' without it"),
-        ({"type": "input_audio", "input_audio": "x"}, "takes text and image_url"),
+        ({"type": "audio_url", "audio_url": "x"}, "is an audio, but fake reads text alone"),
+        ({"type": "input_audio"}, "'input_audio' without it"),
+        ({"type": "video_url"}, "takes text, image_url, input_audio and audio_url"),
     ):
         messages = [{"role": "user", "content": [part]}]
         response = await served.post("/v1/chat/completions", messages=messages)

@@ -186,7 +186,6 @@ async def test_history_of_any_provider_renders(
     ("role", "part"),
     [
         ("user", {"type": "nonsense", "text": "x"}),
-        ("user", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
         ("user", {"type": "video_url", "video_url": {"url": "http://x"}}),
         ("user", {"type": "file", "file": {}, "text": "x"}),
         ("user", {"type": "thinking", "thinking": "x"}),

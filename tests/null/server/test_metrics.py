@@ -45,6 +45,16 @@ def test_exposition_holds_vllms_names() -> None:
     assert values["vllmx:time_to_first_token_seconds_count"] == 1
 
 
+def test_each_replica_has_its_own_samples() -> None:
+    each = {"0": CoreStats(prompt_tokens=7, num_running=2), "1": CoreStats(prompt_tokens=5)}
+    metrics = Metrics("m", lambda: CoreStats(prompt_tokens=12, replicas=each), {})
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
+    for name, values in (("prompt_tokens", [7, 5]), ("num_requests_running", [2, 0])):
+        samples = families[f"vllmx:{name}"].samples
+        assert [sample.value for sample in samples] == values
+        assert [sample.labels["replica"] for sample in samples] == ["0", "1"]
+
+
 def test_slots_are_shown_of_models_that_have_them() -> None:
     for stats, names in (
         (CoreStats(num_state_slots=8, num_used_slots=2, num_snapshots=3), {0.25, 3.0}),

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.apis.batches.upload import Upload, file_name
+from vllmx_server.apis.batches.file_routes import Upload
+from vllmx_server.http.multipart import file_name
 
 TYPE = "multipart/form-data; boundary=xyz"
 

@@ -50,7 +50,7 @@ OF_ONE_ROUTE = {"prompt", "input", "inputs", "tokens"}
 """Fields whose numbers are token ids of that route's prompt."""
 LENGTH = 32
 """Tokens of the context."""
-IGNORED = {"stream_interval"}
+IGNORED = {"lora_int_id", "stream_interval", "replica"}  # the last one is a name, not an amount
 
 
 def numbers(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -164,7 +164,17 @@ def test_every_body_has_an_example(found: dict[str, Any]) -> None:
                 jsonschema.Draft202012Validator(schema).validate(content["example"])
 
 
-UNKNOWN = ("/v1/batches", "/v1/models/load", "/v1/models/unload")
+UNKNOWN = (
+    "/v1/batches",
+    "/v1/models/load",
+    "/v1/models/unload",
+    "/v1/load_lora_adapter",
+    "/v1/mcp/call",
+    "/v1/unload_lora_adapter",
+    "/update_weights",
+    "/replicas/drain",
+    "/replicas/add",
+)
 """The routes whose examples name what is not there."""
 
 

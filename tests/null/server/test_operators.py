@@ -53,7 +53,14 @@ async def test_the_port_has_no_routes_of_operators(make_server: MakeServer) -> N
     server = {"admin_uds": "unused", "admin_key": ("boss",), "api_key": ("user",)}
     async with make_server(server) as served:
         boss = {"authorization": "Bearer boss"}
-        for path in ("/v1/models/load", "/v1/models/unload", "/sleep", "/wake", "/shutdown"):
+        for path in (
+            "/v1/models/load",
+            "/v1/models/unload",
+            "/sleep",
+            "/wake",
+            "/pause",
+            "/shutdown",
+        ):
             refused = await served.client.post(path, json={"model": "fake"}, headers=boss)
             assert refused.status_code in (404, 405), path
 
@@ -94,3 +101,35 @@ async def test_it_answers_while_the_port_is_full(tmp_path: Path, make_server: Ma
         stop.set()
         await serving
         listener.close()
+
+
+async def test_a_paused_core_holds_what_comes(make_server: MakeServer) -> None:
+    async with make_server({"admin_key": ("boss",)}, step_s=0.005) as served:
+        boss = {"authorization": "Bearer boss"}
+
+        async def operator(path: str, method: str = "POST") -> dict[str, object]:
+            found = await served.client.request(method, path, headers=boss)
+            assert found.status_code == 200, found.text
+            return dict(found.json())
+
+        async def text(**body: object) -> tuple[str, str]:
+            found = await served.post("/v1/completions", prompt="hi", seed=1, **body)
+            choice = found.json()["choices"][0]
+            return choice["text"], choice["finish_reason"]
+
+        expected = await text(max_tokens=50)
+        for mode in ("keep", "wait", "abort"):
+            running = asyncio.create_task(text(max_tokens=50 if mode != "abort" else 500))
+            await served.in_flight_become(1)
+            assert await operator(f"/pause?mode={mode}") == {"is_paused": True}
+            assert await operator("/is_paused", "GET") == {"is_paused": True}
+            later = asyncio.create_task(text(max_tokens=50))
+            await asyncio.sleep(0.05)
+            assert not later.done()
+            assert running.done() == (mode != "keep")
+            assert await operator("/resume") == {"is_paused": False}
+            assert await later == expected
+            assert (await running)[1] == ("abort" if mode == "abort" else "length")
+        refused = await served.client.post("/pause?mode=now", headers=boss)
+        assert refused.status_code == 400
+        assert "abort, wait or keep" in refused.text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openai
 import pytest
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
-from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.client.pooling import PoolingText, similarity
 from vllmx_engine.wire.messages import PoolingInfo
+from vllmx_engine.wire.outputs import PoolingOutput, PoolingRequestOutput
 from vllmx_server.generating.pooling import (
     MAX_PAIRED_BYTES,
     EnginePooler,
@@ -155,6 +157,31 @@ async def test_classes_and_what_the_model_makes(pooling: Served) -> None:
     assert len(probs["data"][0]["data"]) == 2
 
 
+async def test_vectors_of_tokens(served: Served) -> None:
+    """A model that makes them makes them without being asked, and nothing else."""
+
+    class Tokens(LetterPooler):
+        def _one(self, task: Task, each: PoolingText, options: PoolingOptions) -> Pooled:
+            assert task == "token_embed"
+            return Pooled(np.eye(DIMENSIONS, dtype=np.float32)[: len(each.text)], len(each.text))
+
+    served.state.pooler = Tokens("token_embed", "score")
+    for extra in ({}, {"task": "token_embed"}):
+        answer = await ask(served, "/pooling", input=["abc", "a"], **extra)
+        found = [each["data"] for each in answer["data"]]
+        assert found == [np.eye(8)[:3].tolist(), np.eye(8)[:1].tolist()]
+    cut = await ask(served, "/pooling", input="ab", dimensions=4)
+    assert cut["data"][0]["data"] == np.eye(4)[:2].tolist()
+    raw = await ask(served, "/pooling", input="ab", encoding_format="base64")
+    data = np.frombuffer(base64.b64decode(raw["data"][0]["data"]), "<f4")
+    np.testing.assert_array_equal(data.reshape(2, 8), np.eye(8)[:2])
+    response = await served.client.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 400
+    served.state.pooler = LetterPooler("embed")
+    response = await served.client.post("/pooling", json={"input": "a", "task": "token_embed"})
+    assert "ColBERT" in response.json()["error"]["message"]
+
+
 LOADS = {
     "/v1/embeddings": ({"input": "a"}, "Embedding"),
     "/pooling": ({"input": "a"}, "Embedding"),
@@ -256,6 +283,23 @@ async def test_large_answers_hold_nobody(make_server: MakeServer) -> None:
         assert meter.longest_ms < 20, meter.what
 
 
+async def test_vectors_of_many_tokens_go_out_in_pieces(make_server: MakeServer) -> None:
+    class Tokens(LetterPooler):
+        def _one(self, task: Task, each: PoolingText, options: PoolingOptions) -> Pooled:
+            return Pooled(np.ones((8192, 128), np.float32), 1)
+
+    async with make_server() as served:
+        served.state.pooler = Tokens("token_embed")
+
+        async def ask() -> int:
+            async with served.client.stream("POST", "/pooling", json={"input": "a"}) as response:
+                return sum([len(piece) async for piece in response.aiter_raw()])
+
+        meter, size = await shortest_hold(ask, 20)
+        assert size > 8192 * 128 * 3
+        assert meter.longest_ms < 20, meter.what
+
+
 async def test_the_text_of_all_pairs_is_bounded(served: Served) -> None:
     """One long text with each of many short ones is a small body and much to tokenise."""
     model = PoolingInfo(tasks=["score"], size=1)
@@ -266,3 +310,28 @@ async def test_the_text_of_all_pairs_is_bounded(served: Served) -> None:
         response = await served.client.post(path, json=body)
         assert response.status_code == 400
         assert "counts each time" in response.json()["error"]["message"]
+
+
+async def test_vectors_of_tokens_are_compared_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        async def pool(self, task: Task, texts: Sequence[PoolingText], *rest: Any) -> list[Any]:
+            one = np.eye(2, dtype=np.float32)
+            outputs = [PoolingOutput(one * len(text.text)) for text in texts]
+            return [
+                PoolingRequestOutput(request_id="r", prompt_token_ids=[1], outputs=output)
+                for output in outputs
+            ]
+
+    threads = list[int]()
+
+    def compared(*both: Any) -> float:
+        threads.append(threading.get_ident())
+        return similarity(*both)
+
+    monkeypatch.setattr("vllmx_server.generating.pooling.similarity", compared)
+    pooler = EnginePooler(cast(Any, Model()), PoolingInfo(tasks=["score", "token_embed"], size=2))
+    pairs = [PoolingText("aa", pair="b"), PoolingText("aa", pair="ccc")]
+    found = await pooler.pool("score", pairs, PoolingOptions())
+    assert [each.values.tolist() for each in found] == [[4.0], [12.0]]
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads

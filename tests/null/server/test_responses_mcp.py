@@ -402,22 +402,46 @@ async def test_keys_use_the_servers_that_are_theirs(
         assert [each["response"]["status_code"] for each in records] == [403]
 
 
+async def test_clients_list_and_call_tools(
+    tmp_path: Path, make_server: MakeServer, tool_servers: ToolServers
+) -> None:
+    tool_servers.settled("down").result(PATIENCE_S)
+    path = key_file(tmp_path, ann={"mcp_servers": ["well", "down"]}, bob={})
+    async with make_server({"api_keys_file": path}) as served:
+        served.state.store(KeptResponses).tool_servers = tool_servers
+        post, get = served.client.post, served.client.get
+        served.client.headers["authorization"] = "Bearer secret-ann"
+        well, down = (await get("/v1/mcp/servers")).json()["data"]
+        assert well["tools"][0]["function"]["name"] == "well__echo"
+        assert well["error"] is None
+        assert (down["tools"], down["error"] is None) == ([], False)
+        echo = {"server_label": "well", "name": "well__echo", "arguments": {"a": "é"}}
+        for name in ("well__echo", "echo"):
+            made = (await post("/v1/mcp/call", json={**echo, "name": name})).json()
+            assert (json.loads(made["output"]), made["is_error"]) == ({"a": "é"}, False)
+        failed = await post("/v1/mcp/call", json={**echo, "name": "fail"})
+        assert failed.json() == {"output": "no such city", "is_error": True}
+        for body, status, param in (
+            ({**echo, "name": "none"}, 400, "name"),
+            ({**echo, "server_label": "stands"}, 403, "server_label"),
+            ({**echo, "arguments": "{}"}, 400, "arguments"),
+        ):
+            refused = await post("/v1/mcp/call", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+        served.client.headers["authorization"] = "Bearer secret-bob"
+        assert (await get("/v1/mcp/servers")).json()["data"] == []
+        assert (await post("/v1/mcp/call", json=echo)).status_code == 403
+
+
 async def test_nothing_of_this_without_the_operator(make_server: MakeServer) -> None:
     async with make_server() as served:
+        assert (await served.client.get("/v1/mcp/servers")).json()["data"] == []
+        body = {"server_label": "well", "name": "echo"}
+        response = await served.client.post("/v1/mcp/call", json=body)
+        assert "the MCP servers are: none" in response.json()["error"]["message"]
         response = await ask(served)
         assert response.status_code == 400
         assert "--mcp-config" in response.json()["error"]["message"]
     include = {"include": ["message.output_text.logprobs"]}
     async with make_server() as served:
         assert (await ask(served, **include)).status_code == 400
-
-
-def test_the_flag_names_a_file_that_is_read_first(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-    from vllmx.cli.serve import serve
-    from vllmx_core.errors import ConfigError
-
-    arguments = ["--mcp-config", str(tmp_path / "none.json"), "--port", "0"]
-    result = CliRunner().invoke(serve, arguments, standalone_mode=False)
-    assert isinstance(result.exception, ConfigError)
-    assert "--mcp-config" in result.exception.message

@@ -16,7 +16,8 @@ from .conftest import MakeServer, Served
 FOLDER = Path(vllmx_server.__file__).parent / "web"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
-LARGEST = 150_000
+LARGEST = 170_000
+"""Bytes without KaTeX, which comes with the first formula."""
 
 
 async def test_every_file_has_its_type_and_the_policy(served: Served) -> None:
@@ -128,7 +129,7 @@ async def test_routes_have_names_in_logs_and_metrics(served: Served) -> None:
 
 def test_all_files_together_are_small() -> None:
     sizes = {name: (FOLDER / name).stat().st_size for name in FILES}
-    assert sum(sizes.values()) < LARGEST, sizes
+    assert sum(sizes.values()) - sizes["vendor/katex.js"] < LARGEST, sizes
     assert {name.rpartition(".")[2] for name in FILES} <= set(web._TYPES)
 
 

@@ -15,11 +15,12 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import RankLostError
 from vllmx_core.plugins.registry import load_registry
+from vllmx_core.system import greeter
+from vllmx_core.system.greeter import listen
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import hosted_group
-from vllmx_tp import listener as door
 from vllmx_tp.frames import SentFrame
-from vllmx_tp.hosted_group import listen, serve_ranks
+from vllmx_tp.hosted_group import serve_ranks
 from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.link import Link
 from vllmx_tp.messages import Call, RankReady
@@ -128,7 +129,7 @@ def address(
     ranks: type[Ranks], found: FoundModel, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, int]]:
     """Where a host of ranks listens."""
-    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    monkeypatch.setattr(greeter, "LOOK_S", 0.01)
     with listen(("127.0.0.1", 0)) as listener:
         mine = EngineConfig(model=found.config.model)
         host = threading.Thread(target=serve_ranks, args=(listener, mine, KEY))

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from vllmx_tp import handshake
-from vllmx_tp import listener as door
-from vllmx_tp.handshake import BusyError, Purpose, call
-from vllmx_tp.hosted_group import listen
+from vllmx_core.system import greeter, handshake
+from vllmx_core.system.greeter import MOST_GREETED, listen
+from vllmx_core.system.handshake import BusyError, call
 from vllmx_tp.hosts import connect
-from vllmx_tp.listener import MOST_GREETED, RankListener
+from vllmx_tp.listener import RankListener
+from vllmx_tp.messages import RANKS, Purpose
 
 from tests.waiting import PATIENCE_S
 
@@ -32,7 +32,7 @@ def called(listener: socket.socket, group: bytes, purpose: Purpose) -> socket.so
     """A connection that was let in. Raises BusyError."""
     connection = socket.create_connection(listener.getsockname())
     try:
-        call(connection, KEY, group, purpose)
+        call(connection, KEY, group, purpose, RANKS)
     except BaseException:
         connection.close()
         raise
@@ -96,7 +96,7 @@ def test_no_descriptor_for_a_caller(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host goes on when there are some again."""
-    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    monkeypatch.setattr(greeter, "LOOK_S", 0.01)
 
     class Full(socket.socket):
         num_refused = 0
@@ -119,7 +119,7 @@ def test_no_descriptor_for_a_caller(
 def test_a_socket_that_is_closed_ends_the_door(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    monkeypatch.setattr(greeter, "LOOK_S", 0.01)
     host = RankListener(listener, KEY)
     listener.close()
     assert host.caller() is None

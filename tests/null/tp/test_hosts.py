@@ -1,4 +1,4 @@
-"""Hosts of ranks, without a model: keys, hellos, addresses, and what they compare."""
+"""Hosts of ranks, without a model: keys, hellos and addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,29 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, RankLostError, VllmxError
-from vllmx_core.plugins.registry import Registry
+from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.system import greeter, handshake
 from vllmx_core.system.deadline import Deadline
-from vllmx_engine.core.found_model import FoundModel
-from vllmx_tp import __version__, handshake, hosts
-from vllmx_tp.executor import agreed_ranks, agreed_stages
-from vllmx_tp.handshake import LET_IN, BusyError, HandshakeError, Purpose, answer, call, read_key
-from vllmx_tp.hosted_group import listen
-from vllmx_tp.hosts import addresses, connect
+from vllmx_core.system.greeter import listen
+from vllmx_core.system.handshake import (
+    LET_IN,
+    MAGIC_BYTES,
+    BusyError,
+    HandshakeError,
+    Service,
+    answer,
+    call,
+    read_key,
+)
+from vllmx_tp import __version__, hosts
+from vllmx_tp.hosts import COMMAND, connect
 from vllmx_tp.loading import share_of_host
-from vllmx_tp.messages import Marks, RankReady, fingerprint
+from vllmx_tp.messages import RANKS, Purpose
 
 from tests.waiting import PATIENCE_S
 
 KEY, OTHER_KEY, GROUP = b"k" * 32, b"o" * 32, b"g" * 16
-HELLO_BYTES = len(handshake.MAGIC) + 32 + 4 + 1 + len(GROUP) + 32
-LOADED = LoadedInfo(
-    backend="cpu", device="a processor", dtype="bf16", kv_cache_dtype="bf16", block_size=8,
-    num_kv_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, max_logit_rows=8,
-    weight_bytes=0, kv_cache_bytes=0, details={},
-)  # fmt: skip
+HELLO_BYTES = MAGIC_BYTES + 32 + 4 + 1 + len(GROUP) + 32
 
 
 @pytest.fixture
@@ -65,6 +66,14 @@ def test_a_key_is_long_and_its_owners_alone(tmp_path: Path) -> None:
         read_key(str(file))
 
 
+def test_a_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMX_RANK_KEY", KEY.decode())
+    assert read_key(None) == KEY
+    monkeypatch.setenv("VLLMX_RANK_KEY", "short")
+    with pytest.raises(ConfigError, match="VLLMX_RANK_KEY holds 5 bytes, at least 32"):
+        read_key(None)
+
+
 def greeted(
     pool: ThreadPoolExecutor, caller: Callable[[socket.socket], None]
 ) -> Future[tuple[int, bytes]]:
@@ -73,7 +82,7 @@ def greeted(
 
     def wait() -> tuple[int, bytes]:
         with theirs:
-            found = answer(theirs, KEY)
+            found = answer(theirs, KEY, RANKS)
             theirs.sendall(LET_IN)
             return found
 
@@ -87,7 +96,7 @@ def greeted(
 
 
 def test_who_has_the_key_is_let_in(pool: ThreadPoolExecutor) -> None:
-    future = greeted(pool, lambda ours: call(ours, KEY, GROUP, Purpose.PARTS))
+    future = greeted(pool, lambda ours: call(ours, KEY, GROUP, Purpose.PARTS, RANKS))
     assert future.result() == (Purpose.PARTS, GROUP)
 
 
@@ -100,7 +109,7 @@ def test_what_a_connection_is_for_is_proved(pool: ThreadPoolExecutor) -> None:
 
     def lie(ours: socket.socket) -> None:
         with Liar(fileno=os.dup(ours.fileno())) as liar, suppress(HandshakeError):
-            call(liar, KEY, GROUP, Purpose.STEPS)
+            call(liar, KEY, GROUP, Purpose.STEPS, RANKS)
 
     with pytest.raises(HandshakeError):
         greeted(pool, lie).result()
@@ -109,7 +118,7 @@ def test_what_a_connection_is_for_is_proved(pool: ThreadPoolExecutor) -> None:
 def test_who_has_another_key_is_told_and_not_let_in(pool: ThreadPoolExecutor) -> None:
     def try_to(ours: socket.socket) -> None:
         with pytest.raises(HandshakeError, match="another key: give both the same --rank-key-file"):
-            call(ours, OTHER_KEY, GROUP, Purpose.STEPS)
+            call(ours, OTHER_KEY, GROUP, Purpose.STEPS, RANKS)
 
     with pytest.raises(HandshakeError):
         greeted(pool, try_to).result()
@@ -134,7 +143,7 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
 
     def listened_to(ours: socket.socket) -> None:
         with Ear(fileno=os.dup(ours.fileno())) as ear:
-            call(ear, KEY, GROUP, Purpose.STEPS)
+            call(ear, KEY, GROUP, Purpose.STEPS, RANKS)
 
     greeted(pool, listened_to).result()
 
@@ -146,15 +155,15 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
         greeted(pool, replay).result()
 
 
-def another(version: str, protocol: int, rest: str) -> Any:
+def another(rest: str) -> Any:
     """The handshake of another version of vllmx, with what follows the part of a hello that all
     versions have in common."""
-    spec = find_spec("vllmx_tp.handshake")
+    spec = find_spec("vllmx_core.system.handshake")
     assert spec is not None
     assert spec.loader is not None
     module: Any = module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.__version__, module.PROTOCOL, module._REST = version, protocol, struct.Struct(rest)
+    module._REST = struct.Struct(rest)
     return module
 
 
@@ -164,37 +173,37 @@ def test_another_version_is_named_by_both(
     pool: ThreadPoolExecutor, version: str, protocol: int, rest: str
 ) -> None:
     """At once, however long its hello is: it had been waited for, as one that is busy."""
-    other = another(version, protocol, rest)
+    other, older = another(rest), replace(RANKS, version=version, protocol=protocol)
 
     def says(its: tuple[str, int], mine: tuple[str, int]) -> str:
         one, this = (f"{version!r} with protocol {number}" for version, number in (its, mine))
         return re.escape(f"it runs vllmx-tp {one}, this host {this}: install the same vllmx on")
 
-    def let_in(module: Any) -> None:
+    def let_in(module: Any, service: Service) -> None:
         with place.accept()[0] as connection:
-            module.answer(connection, KEY)
+            module.answer(connection, KEY, service)
 
-    mine, its = (__version__, handshake.PROTOCOL), (version, protocol)
+    mine, its = (__version__, RANKS.protocol), (version, protocol)
     with listen(("127.0.0.1", 0)) as place:
         address = place.getsockname()
-        future = pool.submit(let_in, other)
+        future = pool.submit(let_in, other, older)
         with pytest.raises(ConfigError, match=f"^--rank-hosts 127.0.0.1:.*: {says(its, mine)}"):
             connect(address, KEY, GROUP, Purpose.STEPS, PATIENCE_S, lambda: None)
         with pytest.raises(other.HandshakeError, match=says(mine, its)):
             future.result()
-        future = pool.submit(let_in, handshake)
+        future = pool.submit(let_in, handshake, RANKS)
         with (
             socket.create_connection(address) as connection,
             pytest.raises(other.HandshakeError, match=says(mine, its)),
         ):
-            other.call(connection, KEY, GROUP, other.Purpose.STEPS)
+            other.call(connection, KEY, GROUP, Purpose.STEPS, older)
         with pytest.raises(HandshakeError, match=says(its, mine)):
             future.result()
 
 
 def test_a_version_that_is_no_text(pool: ThreadPoolExecutor) -> None:
     """Nothing of it reaches a terminal."""
-    hello = (handshake.MAGIC + b"\n\x1b[2J".ljust(32, b"\0")).ljust(HELLO_BYTES)
+    hello = (RANKS.magic + b"\n\x1b[2J".ljust(32, b"\0")).ljust(HELLO_BYTES)
     with pytest.raises(HandshakeError, match=r"vllmx-tp '\\n\\x1b\[2J' with"):
         greeted(pool, lambda ours: ours.sendall(hello)).result()
 
@@ -211,10 +220,13 @@ def test_who_says_nothing_is_hung_up_on(
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(BusyError, match="does not answer"):
-        answer(theirs, KEY)
+        answer(theirs, KEY, RANKS)
 
 
 # --- addresses ------------------------------------------------------------------------------------
+addresses = partial(greeter.addresses, param="rank_hosts", command=COMMAND)
+
+
 def test_hosts_are_written_with_their_ports() -> None:
     assert addresses(None) == []
     assert addresses("a:1, [::1]:7000,") == [("a", 1), ("::1", 7000)]
@@ -227,7 +239,7 @@ def test_hosts_are_written_with_their_ports() -> None:
 def test_a_host_is_named_once(twice: str) -> None:
     """It would have been waited for while it serves this very group."""
     part = twice.rpartition(",")[2].strip()
-    with pytest.raises(ConfigError, match=rf"names '{re.escape(part)}' twice, .*: name each host"):
+    with pytest.raises(ConfigError, match=rf"names '{re.escape(part)}' twice: name each host"):
         addresses(twice)
     assert len(addresses("a:1,a:2,b:1")) == 3
 
@@ -235,7 +247,7 @@ def test_a_host_is_named_once(twice: str) -> None:
 def test_no_host_is_called_at_port_0() -> None:
     with pytest.raises(ConfigError, match=r"--rank-hosts 'a:0': nobody listens at port 0: give"):
         addresses("a:0")
-    assert addresses("a:0", "listen") == [("a", 0)]
+    assert greeter.addresses("a:0", "listen") == [("a", 0)]
 
 
 def test_ranks_are_shared_out_evenly() -> None:
@@ -260,7 +272,7 @@ def test_a_port_in_use() -> None:
 
 
 def let_in(connection: socket.socket) -> None:
-    answer(connection, KEY)
+    answer(connection, KEY, RANKS)
     connection.sendall(LET_IN)
 
 
@@ -331,7 +343,7 @@ def test_a_host_that_hangs_up_is_asked_again(pool: ThreadPoolExecutor, way: str)
                 linger = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             elif way != "hung up on":
-                answer(connection, KEY)
+                answer(connection, KEY, RANKS)
         with place.accept()[0] as connection:
             let_in(connection)
 
@@ -362,73 +374,3 @@ def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts.socket, "create_connection", unknown)
     with pytest.raises(ConfigError, match=r"the host is not known .* correct its name"):
         connect(("nowhere", 1), KEY, GROUP, Purpose.STEPS, 60.0, lambda: None)
-
-
-@pytest.mark.parametrize("agreed", [agreed_ranks, partial(agreed_stages, num_stages=2)])
-def test_another_dtype_on_one_host(
-    agreed: Callable[[LoadedInfo, Sequence[RankReady]], LoadedInfo],
-) -> None:
-    """Each host chooses by itself where no flag says which."""
-    other = RankReady.of(replace(LOADED, dtype="f32"))
-    with pytest.raises(VllmxError, match=r"differ in dtype: \['bf16', 'f32'\]; set it by its flag"):
-        agreed(LOADED, [other])
-    found = agreed(LOADED, [RankReady.of(LOADED)])
-    assert found.num_kv_blocks == LOADED.num_kv_blocks
-
-
-def test_hosts_that_may_draw_different_ids(caplog: pytest.LogCaptureFixture) -> None:
-    """Each host samples by itself."""
-    wide, narrow = (
-        replace(LOADED, details={"instruction set": name, "threads": number})
-        for number, name in enumerate(("avx512", "avx2"))
-    )
-    agreed_ranks(wide, [RankReady.of(wide), RankReady.of(LOADED)])
-    assert not caplog.text
-    agreed_ranks(wide, [RankReady.of(wide), RankReady.of(narrow)])
-    assert "differ in instruction set (avx512, avx512, avx2)" in caplog.text
-    assert "set VLLMX_CPU_ISA" in caplog.text
-    assert "threads" not in caplog.text
-
-
-def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
-    for name, byte in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(300_000) + byte)
-        (tmp_path / name / "notes.txt").write_text(name)
-    marks = [fingerprint(tmp_path / name) for name in "abc"]
-    assert marks[0] == marks[1] != marks[2]
-    weights = [fingerprint(tmp_path / name / "model.safetensors") for name in "abc"]
-    assert weights[0] == weights[1] != weights[2]
-
-
-@pytest.mark.parametrize("num_files", [1, 3])
-def test_models_are_told_apart_by_any_of_their_layers(num_files: int, tmp_path: Path) -> None:
-    """Hosts with other layers in files of equal sizes would compute a mixture."""
-    num_layers, file_bytes = 120, 12_000_000 // num_files
-    files = [tmp_path / f"model-{number}.safetensors" for number in range(num_files)]
-    for file in files:
-        file.write_bytes(bytes(file_bytes))
-    marks = {fingerprint(tmp_path)}
-    for layer in range(num_layers):
-        number, at = divmod(layer, num_layers // num_files)
-        with files[number].open("r+b") as file:
-            file.seek(100_000 * at)
-            file.write(b"1" * 100_000)
-        marks.add(fingerprint(tmp_path))
-    assert len(marks) == 1 + num_layers
-
-
-def test_a_tower_that_rank_0_has_is_the_same_on_each_host(tmp_path: Path) -> None:
-    model, tower, other = (tmp_path / name for name in ("m.gguf", "tower.gguf", "other.gguf"))
-    for number, file in enumerate((model, tower, other)):
-        file.write_bytes(bytes([number]) * 100)
-    config = EngineConfig(model=str(model), mmproj="x")
-    found = [FoundModel(config, model, Registry(), False, one) for one in (None, tower, other)]
-    none, mine, another = map(Marks.of, found)
-    for marks, one, wanted in ((mine, 1, mine), (mine, 1, none), (none, 0, none)):
-        marks.check(wanted, found[one], "a:1")
-    with pytest.raises(ConfigError, match=r"host of ranks at a:1 has no --mmproj: copy the file"):
-        none.check(mine, found[0], "a:1")
-    with pytest.raises(ConfigError, match=r"another file in .*other.gguf: .* `vllmx rank --mmproj"):
-        another.check(mine, found[2], "a:1")

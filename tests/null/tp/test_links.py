@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.system.greeter import listen
 from vllmx_tp import futex
 from vllmx_tp.communicator import SharedMemoryCommunicator
-from vllmx_tp.hosted_group import listen
 from vllmx_tp.link import Link, StageLink
 from vllmx_tp.region import BUFFER_BYTES, Region, Word
 

@@ -20,13 +20,13 @@ import pytest
 from click.testing import CliRunner
 from vllmx.cli.rank import rank
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
+from vllmx_core.system.greeter import listen
+from vllmx_core.system.handshake import LET_IN, answer
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import hosted_group
 from vllmx_tp.frames import SentFrame
-from vllmx_tp.handshake import LET_IN, Purpose, answer
-from vllmx_tp.hosted_group import listen
 from vllmx_tp.hosts import RemoteHost, connect
-from vllmx_tp.messages import INLINE, NOTICE, Begin, Call, Marks, RankReady
+from vllmx_tp.messages import INLINE, NOTICE, RANKS, Begin, Call, Marks, Purpose, RankReady
 from vllmx_tp.region import Region
 
 from tests.waiting import PATIENCE_S, wait_until
@@ -360,7 +360,7 @@ def silent_host(
     def let_in() -> None:
         for _ in range(2):
             connection, _ = listener.accept()
-            answer(connection, KEY)
+            answer(connection, KEY, RANKS)
             connection.sendall(LET_IN)
             taken.append(connection)
         for data in host_says:

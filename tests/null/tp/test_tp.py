@@ -15,6 +15,7 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
+from vllmx_core.system import processors
 from vllmx_core.system.processors import available_processors
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp import group, loading, rank_process
@@ -84,6 +85,10 @@ def test_everything_that_a_step_may_have() -> None:
             np.ones((4, 3), F32), np.ones((4, 0), I32), np.zeros((4, 0), F32), ints[:2], ints[:3]
         ),
         visible_to=ints[:4],
+        tap_rows=ints[:4],
+        own_rows=ints[:4],
+        adapters=ints[:2],
+        cross_rows=ints[:4].reshape(2, 2),
     )
     rows = replace(
         ROWS,
@@ -91,6 +96,7 @@ def test_everything_that_a_step_may_have() -> None:
         counts=TokenCounts(ints[:4], ints[:3], ints[3:], np.array([True, False, True])),
         mask_index=ints[:3],
         masks=np.array([[1 << 31, 5], [0, 0xFFFFFFFF]], np.uint32),
+        group_from=ints[:3],
         whole=ints[:1],
     )
     everything = (plan, plan.patches, rows, rows.edits, rows.counts)
@@ -203,7 +209,8 @@ def test_ranks_stay_on_their_cores_unless_a_quota_leaves_some_to_others(
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda pid, cores: pinned.append(set(cores)), raising=False
     )
-    monkeypatch.setattr(loading, "available_processors", lambda: quota)
+    for module in (loading, processors):
+        monkeypatch.setattr(module, "available_processors", lambda: quota)
     one, other = divide_cores(2, EngineConfig(model="demo"), "cpu")
     assert not set(one) & set(other)
     assert rank_options(LoadOptions(), 0.5, len(one), 2).num_threads == quota // 2

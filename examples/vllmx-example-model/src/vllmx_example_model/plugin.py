@@ -9,17 +9,17 @@ from vllmx_core.plugins.specs import ModelSpec
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
     phi, flex_olmo = "vllmx_example_model.phi:Phi", "vllmx_example_model.flex_olmo:flex_olmo"
-    distilbert = "vllmx_example_model.distilbert"
+    electra = "vllmx_example_model.electra"
     return (
         ModelSpec("phi", phi, ("PhiForCausalLM",), ("phi",)),
         ModelSpec("flex-olmo", flex_olmo, ("FlexOlmoForCausalLM",), ("flex_olmo",)),
         ModelSpec(
             "mamba2", "vllmx_example_model.mamba2:mamba2", ("Mamba2ForCausalLM",), ("mamba2",)
         ),
-        ModelSpec("distilbert", f"{distilbert}:distilbert", ("DistilBertModel",)),
+        ModelSpec("electra", f"{electra}:electra", ("ElectraModel",)),
         ModelSpec(
-            "distilbert-classifier",
-            f"{distilbert}:distilbert_classifier",
-            ("DistilBertForSequenceClassification",),
+            "electra-classifier",
+            f"{electra}:electra_classifier",
+            ("ElectraForSequenceClassification",),
         ),
     )

@@ -1,5 +1,5 @@
-"""DistilBERT (DistilBertModel, DistilBertForSequenceClassification): BERT with half of its layers
-and without token types, as an embedder and as a classifier."""
+"""ELECTRA (ElectraModel, ElectraForSequenceClassification): BERT that was trained to find replaced
+tokens, as an embedder and as a classifier."""
 
 from __future__ import annotations
 
@@ -15,52 +15,48 @@ from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
 from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
-KEYS = {
-    "hidden_size": ("dim", 768),
-    "num_attention_heads": ("n_heads", 12),
-    "num_hidden_layers": ("n_layers", 6),
-    "intermediate_size": ("hidden_dim", 3072),
-}
-"""What others call these keys of config.json, and what transformers takes where it is silent."""
-ATTENTION = AttentionNames("attention", "q_lin", "k_lin", "v_lin", "out_lin")
-MLP = MLPNames("ffn", up="lin1", down="lin2")
-NORMS = LayerNorms(None, "sa_layer_norm", None, "output_layer_norm")
-NAMES = EncoderNames(layers="transformer.layer", prefixes=("distilbert.",))
+ATTENTION = AttentionNames("attention", "self.query", "self.key", "self.value", "output.dense")
+MLP = MLPNames("", up="intermediate.dense", down="output.dense")
+NORMS = LayerNorms(None, "attention.output.LayerNorm", None, "output.LayerNorm")
+NAMES = EncoderNames(prefixes=("electra.",))
 
 
-def distilbert(config: Mapping[str, Any]) -> Encoder:
+def electra(config: Mapping[str, Any]) -> Encoder:
     """The mean of a text's tokens, unless its modules say otherwise."""
-    spec = trunk(config, "DistilBertModel")
+    spec = trunk(config, "ElectraModel")
     return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
-def distilbert_classifier(config: Mapping[str, Any]) -> Encoder:
+def electra_classifier(config: Mapping[str, Any]) -> Encoder:
     """Scores of labels from the first token."""
-    architecture = "DistilBertForSequenceClassification"
+    architecture = "ElectraForSequenceClassification"
     labels = num_labels(ConfigReader(config, architecture))
-    head = ClassHead(labels, "pre_classifier", "classifier", activation="relu")
+    head = ClassHead(labels, "classifier.dense", "classifier.out_proj", activation="gelu")
     return Encoder(trunk(config, architecture), head)
 
 
 def trunk(config: Mapping[str, Any], architecture: str) -> EncoderSpec:
-    """Positions have a table, and a norm of the stream stands behind each block."""
-    named = {ours: config.get(theirs, default) for ours, (theirs, default) in KEYS.items()}
-    read = ConfigReader({**config, **named}, architecture)
+    """Positions have a table, and a norm of the stream follows each block."""
+    read = ConfigReader(config, architecture)
     read.refuse_quirks()
+    size = read.integer("hidden_size")
+    if read.integer("embedding_size", size) != size:
+        raise read.error("embedding_size", f"must be hidden_size = {size}")
     rows = read.integer("max_position_embeddings", 512, high=1 << 20)
     attention = attention_mixer(
         read, head_size(read), qkv_bias=True, o_bias=True, both_ways=True, names=ATTENTION
     )
-    activation = read.activation("activation", "gelu")
+    activation = read.activation("hidden_act", "gelu")
     mlp = dense_mlp(read, activation, gated=False, bias=True, names=MLP)
     return EncoderSpec(
-        vocab_size=read.integer("vocab_size", 30522),
-        hidden_size=read.integer("hidden_size"),
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=size,
         layers=(LayerSpec(attention, mlp, NORMS),) * num_layers(read),
         max_model_len=rows,
         dtype=read.dtype(),
-        norm=Norm(1e-12, "layer", bias=True),
+        norm=Norm(read.number("layer_norm_eps", 1e-12), "layer", bias=True),
         sums_normed=True,
         positions=rows,
+        token_types=read.integer("type_vocab_size", 2),
         names=NAMES,
     )

@@ -1,0 +1,194 @@
+"""Tiny random models that hear in chats, and what transformers says of their prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    VoxtralConfig,
+    VoxtralForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+
+SECONDS = 2
+"""A window."""
+AUDIO, BEGIN, END = 90, 91, 92
+TRANSCRIPTION = {"<s>": 93, "[INST]": 94, "[TRANSCRIBE]": 95, "lang:de": 96}
+"""Voxtral's tokens of transcriptions."""
+_TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXTRACTOR = WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+
+
+def _random(kind: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    model = kind(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def voxtral() -> Any:
+    """Four rows make a token."""
+    tower = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_mel_bins": 20, "max_source_positions": 50 * SECONDS,
+    }  # fmt: skip
+    text = _TEXT | {"model_type": "llama", "head_dim": 16}
+    config = VoxtralConfig(audio_config=tower, text_config=text, audio_token_id=AUDIO)
+    return _random(VoxtralForConditionalGeneration, config)
+
+
+def qwen2_audio() -> Any:
+    """Two rows make a token."""
+    tower = {
+        "d_model": 32, "encoder_ffn_dim": 40, "encoder_layers": 2, "encoder_attention_heads": 4,
+        "num_mel_bins": 20, "max_source_positions": 50 * SECONDS,
+    }  # fmt: skip
+    text = _TEXT | {"model_type": "qwen2"}
+    config = Qwen2AudioConfig(audio_config=tower, text_config=text, audio_token_index=AUDIO)
+    return _random(Qwen2AudioForConditionalGeneration, config)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model's audio is prepared for transformers."""
+
+    make: Callable[[], Any]
+    processor: str
+    marks: tuple[str, str, str]
+    """The audio token and those around it."""
+    template_type: str
+    """The type by which its template knows audio."""
+
+    @property
+    def hears_silence(self) -> bool:
+        """Whole windows, any number of them."""
+        return self.processor == "VoxtralProcessor"
+
+    def tokens(self, samples: np.ndarray) -> int:
+        """Places of an audio in the prompt."""
+        if self.hears_silence:
+            return -(-samples.size // (SECONDS * 16000)) * SECONDS * 50 // 4
+        return -(-samples.size // 640)
+
+    def ids(self, *parts: np.ndarray | int) -> list[int]:
+        """A prompt of words and audio."""
+        found: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                found.append(part)
+            else:
+                end = [] if self.hears_silence else [END]
+                found += [BEGIN, *[AUDIO] * self.tokens(part), *end]
+        return found
+
+    def given(self, audio: list[np.ndarray]) -> dict[str, Any]:
+        """The audio for transformers."""
+        if not audio:
+            return {}
+        if self.hears_silence:
+            size, found = SECONDS * 16000, []
+            for one in audio:  # as VoxtralProcessor does
+                frames = EXTRACTOR(
+                    one, sampling_rate=16000, padding=True, truncation=False,
+                    pad_to_multiple_of=size, return_tensors="pt",
+                )["input_features"]  # fmt: skip
+                found.append(frames.reshape(20, -1, SECONDS * 100).transpose(0, 1))
+            return {"input_features": torch.cat(found)}
+        whole = [np.pad(one, (0, -one.size % 640)) for one in audio]
+        frames = EXTRACTOR(
+            whole, sampling_rate=16000, padding="max_length", return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        return {
+            "input_features": frames["input_features"],
+            "feature_attention_mask": frames["attention_mask"],
+        }
+
+    @torch.inference_mode()
+    def features(self, model: Any, audio: list[np.ndarray]) -> list[np.ndarray]:
+        """(n, width) of each audio, by the tower and the projector of transformers."""
+        if self.hears_silence:
+            given = self.given(audio)["input_features"]
+            found = model.get_audio_features(given, return_dict=True).pooler_output
+            return np.split(np.asarray(found), len(audio))
+        ids, kept = self.ids(*audio), list[torch.Tensor]()
+        hook = model.model.language_model.register_forward_pre_hook(
+            lambda _, __, given: kept.append(given["inputs_embeds"][0]), with_kwargs=True
+        )
+        self.logits(model, ids, audio)
+        hook.remove()
+        embeddings = kept[0].numpy()[np.asarray(ids) == AUDIO]
+        return np.split(embeddings, np.cumsum([self.tokens(one) for one in audio])[:-1])
+
+    @torch.inference_mode()
+    def logits(self, model: Any, ids: list[int], audio: list[np.ndarray]) -> np.ndarray:
+        """(T, V) by transformers."""
+        tokens = torch.tensor([ids])
+        mask = torch.ones_like(tokens)
+        found = model(input_ids=tokens, attention_mask=mask, **self.given(audio))
+        return np.asarray(found.logits[0])
+
+
+FAMILIES = {
+    "voxtral": Family(
+        voxtral, "VoxtralProcessor", ("[AUDIO]", "[BEGIN_AUDIO]", "[/INST]"), "input_audio"
+    ),
+    "qwen2_audio": Family(
+        qwen2_audio,
+        "Qwen2AudioProcessor",
+        ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        "audio",
+    ),
+}
+
+
+def save(family: Family, model: Any, folder: Path) -> Path:
+    """The checkpoint's folder, with a tokenizer of the words w0, w1 ... and a chat template."""
+    model.save_pretrained(folder)
+    audio, begin, end = family.marks
+    ids = {audio: AUDIO, begin: BEGIN, end: END}
+    if family.hears_silence:
+        ids |= TRANSCRIPTION
+    words = {f"w{index}": index for index in range(97) if index not in ids.values()}
+    tokenizer = Tokenizer(WordLevel({**words, **ids}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ids])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    written = audio if family.processor == "VoxtralProcessor" else f"{begin}{audio}{end}"
+    template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        f"{{% if part.type == '{family.template_type}' %}}{written}"
+        "{% else %} {{ part.text }} {% endif %}{% endfor %}{% endif %}{% endfor %} w11"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    frames = {
+        "feature_size": 20, "chunk_length": SECONDS, "hop_length": 160, "n_fft": 400,
+        "sampling_rate": 16000, "processor_class": family.processor,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(frames))
+    return folder
