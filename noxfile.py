@@ -148,6 +148,14 @@ def chance(session: nox.Session) -> None:
 
 
 @nox.session
+def classes(session: nox.Session) -> None:
+    """Runs every causal class of transformers by --model-impl transformers."""
+    session.install("-r", "requirements-dev.txt")
+    tests = "tests/integration/parity/test_transformers_classes.py"
+    session.run("python", "-m", "pytest", tests, env={"VLLMX_EVERY_CLASS": "1"})
+
+
+@nox.session
 def openapi(session: nox.Session) -> None:
     """Some thousand requests made of the API's document, other ones each time; the argument is how
     many of each operation and kind."""

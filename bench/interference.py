@@ -1,6 +1,6 @@
 """Time between tokens of running streams while long prompts come in.
 
-    python bench/interference.py --model models/qwen3-0.6b-random [--target-step-ms 200]
+    python bench/interference.py --model models/qwen3-0.6b-random [--target-itl auto]
 
 `--rows` streams decode all the time; prompts of `--prompt` tokens arrive one after the other, the
 first ones uncounted (the scheduler learns from them what a step costs). What is counted are the
@@ -89,7 +89,7 @@ async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | s
         model=str(options.model),
         max_model_len=2048,
         max_num_seqs=32,
-        target_step_ms=options.target_step_ms,
+        target_itl=options.target_itl,
         enable_prefix_caching=False,
     )
     found: dict[str, tuple[Gaps, list[int], list[float]]] = {}
@@ -131,7 +131,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
         model=str(options.model),
         max_model_len=2048,
         max_num_seqs=32,
-        target_step_ms=options.target_step_ms,
+        target_itl=options.target_itl,
         enable_prefix_caching=False,
     )
     gaps, stop = Gaps(), asyncio.Event()
@@ -169,7 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--target-step-ms", type=float, default=200.0)
+    parser.add_argument("--target-itl", default="auto")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=6, help="prompts that are counted")

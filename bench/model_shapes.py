@@ -172,8 +172,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """The sizes of a Qwen3.5 decoder with experts: one layer in four attends, the others are gated
-    delta nets."""
+    """The sizes of a Qwen3.5 decoder, with experts or dense: one layer in four attends, the others
+    are gated delta nets."""
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -182,10 +182,31 @@ class HybridShape(Shape):
     linear_conv_kernel_dim: int = 4
     full_attention_interval: int = 4
     shared_expert_intermediate_size: int = 512
+    mtp_num_hidden_layers: int = 0
+    """1: with a layer of multi-token prediction."""
 
     @property
     def architecture(self) -> tuple[str, str, str]:
+        if not self.num_experts:
+            return "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"
         return "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", "qwen35moe"
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        if not self.mtp_num_hidden_layers:
+            return
+        block, hidden = f"blk.{self.num_hidden_layers}", self.hidden_size
+        for name, gguf_name, size, kind, arrange in self.layer(self.full_attention_interval - 1):
+            ours, theirs = f"mtp.layers.0.{name}.weight", f"{block}.{gguf_name}.weight"
+            yield Tensor(ours, theirs, size, kind, arrange)
+        own: tuple[tuple[str, str, tuple[int, ...], Kind], ...] = (
+            ("fc", "eh_proj", (hidden, 2 * hidden), "weight"),
+            ("pre_fc_norm_embedding", "enorm", (hidden,), "norm"),
+            ("pre_fc_norm_hidden", "hnorm", (hidden,), "norm"),
+            ("norm", "shared_head_norm", (hidden,), "norm"),
+        )
+        for name, gguf_name, shape, kind in own:
+            yield Tensor(f"mtp.{name}.weight", f"{block}.nextn.{gguf_name}.weight", shape, kind)
 
     @property
     def norm_offset(self) -> float:
@@ -200,6 +221,8 @@ class HybridShape(Shape):
             yield from self.attention(gated=True)
         yield "post_attention_layernorm", "post_attention_norm", (hidden,), "norm", "none"
         yield from self.feed_forward()
+        if not self.num_experts:
+            return
         name = "mlp.shared_expert"
         yield f"{name}_gate", "ffn_gate_inp_shexp", (1, hidden), "router", "none"
         yield from self._mlp(name, "ffn_{}_shexp", self.shared_expert_intermediate_size)
@@ -240,7 +263,11 @@ class HybridShape(Shape):
         writer.add_rope_dimension_count(rotated)
         sections = [rotated // 2 - 2 * (rotated // 6), rotated // 6, rotated // 6, 0]
         writer.add_rope_dimension_sections(sections)
-        writer.add_expert_shared_feed_forward_length(self.shared_expert_intermediate_size)
+        if self.num_experts:
+            writer.add_expert_shared_feed_forward_length(self.shared_expert_intermediate_size)
+        if self.mtp_num_hidden_layers:
+            writer.add_block_count(self.num_hidden_layers + self.mtp_num_hidden_layers)
+            writer.add_nextn_predict_layers(self.mtp_num_hidden_layers)
         writer.add_ssm_conv_kernel(self.linear_conv_kernel_dim)
         writer.add_ssm_state_size(self.linear_key_head_dim)
         writer.add_ssm_group_count(self.linear_num_key_heads)
@@ -299,6 +326,11 @@ SHAPES: dict[str, Shape] = {
         tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
         linear_value_head_dim=32, shared_expert_intermediate_size=32,
+    ),
+    # Qwen3.5-0.8B with its layer of multi-token prediction
+    "qwen3.5-0.8b": HybridShape(
+        1024, 3584, 24, 8, 2, head_dim=256, vocab_size=248320, linear_num_value_heads=16,
+        mtp_num_hidden_layers=1,
     ),
     # as deep as the next one, half as wide and with an eighth of its experts
     "qwen3.5-moe-small": HybridShape(

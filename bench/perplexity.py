@@ -1,8 +1,9 @@
-"""Perplexity of a model on texts, for each type that it is quantised to while loading.
+"""Perplexity of a model on texts, by the type that it is quantised to and that of its KV cache.
 
     python bench/perplexity.py                            # the demo model on stories of its kind
     python bench/perplexity.py --book-ends corpus/standardebooks     # what it was not trained on
     python bench/perplexity.py MODEL --text a.txt,b.txt --types bf16,q8_0,q4_k_m --json
+    python bench/perplexity.py --types bf16 --caches f32 bf16 int8 fp8 q8,q4 q4
 
 A text is cut where <|endoftext|> stands, and each piece into windows of `--width` tokens, every
 token but the first of a window being predicted from those before it in the window: the figure is
@@ -13,6 +14,7 @@ The public API computes it: prompt_logprobs of `LLM.generate`, on the backend of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -41,10 +43,13 @@ class Figure:
     """One type of one model on one text."""
 
     type: str
+    cache: str
     perplexity: float
     tokens: int
     """Predicted ones."""
     weight_bytes: int
+    token_bytes: float
+    """Bytes of a token in the KV cache."""
     seconds: float
 
 
@@ -94,17 +99,21 @@ def measure(model: str, isq: str, text: str, width: int, **options: Any) -> Figu
     with LLM(model, isq=quantise, enable_prefix_caching=False, **options) as llm:
         prompts = list(windows(llm, text, width))
         found, count = perplexity(llm, prompts)
-        size = llm.info.weight_bytes
-    return Figure(isq, found, count, size, time.perf_counter() - started)
+        info = llm.info
+        token = info.kv_cache_bytes / (info.num_kv_blocks * info.block_size)
+    seconds = time.perf_counter() - started
+    return Figure(isq, info.kv_cache_dtype, found, count, info.weight_bytes, token, seconds)
 
 
 def table(figures: Sequence[Figure]) -> str:
+    """Changes are relative to the first bf16 model."""
     plain = next((figure.perplexity for figure in figures if figure.type == PLAIN), None)
-    lines = ["| type | weights, MB | perplexity | against bf16 |", "|-|-|-|-|"]
+    lines = ["| type | weights, MB | cache | bytes a token | perplexity | change |", "|-" * 6 + "|"]
     for figure in figures:
         more = "" if plain is None else f"{(figure.perplexity / plain - 1) * 100:+.2f} %"
-        size = figure.weight_bytes / 1e6
-        lines.append(f"| {figure.type} | {size:.2f} | {figure.perplexity:.4f} | {more} |")
+        model = f"{figure.type} | {figure.weight_bytes / 1e6:.2f}"
+        cache = f"{figure.cache} | {figure.token_bytes:.0f}"
+        lines.append(f"| {model} | {cache} | {figure.perplexity:.4f} | {more} |")
     return "\n".join(lines)
 
 
@@ -116,6 +125,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stories", type=int, default=200, help="how many, where no text is given")
     add("--book-ends", type=Path, help="folder of the books that the demo model has read")
     add("--types", default=",".join(TYPES), help=f"of {','.join(TYPES)}")
+    add("--caches", nargs="+", default=["auto"], help="--kv-cache-dtype of each measurement")
     add("--width", type=int, default=512, help="tokens in a window")
     add("--backend", default="auto")
     add("--dtype", default="auto")
@@ -134,9 +144,10 @@ def main() -> None:
     limits = {"max_num_seqs": 16, "max_model_len": options.width + 1}
     limits |= {"backend": options.backend, "dtype": options.dtype}
     figures = []
-    for name in options.types.split(","):
+    for name, cache in itertools.product(options.types.split(","), options.caches):
+        limits["kv_cache_dtype"] = cache
         figures.append(measure(options.model, name, text, options.width, **limits))
-        print(f"{name}: {figures[-1].perplexity:.4f}", file=sys.stderr)
+        print(f"{name}, {cache}: {figures[-1].perplexity:.4f}", file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(figure) for figure in figures]))
         return

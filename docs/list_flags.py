@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from vllmx.cli.flag_texts import ALIASES
 from vllmx.cli.foreign_flags import ForeignFlag, families
-from vllmx.cli.options import ALIASES
 from vllmx.cli.serve import serve
 
 TARGET = Path(__file__).parent / "flags.md"
@@ -21,8 +21,8 @@ be underscores.
 
 A flag that changes nothing here is *taken*, with a note in the log. A flag that asks for what vllmx
 does not do is *refused* with the remedy, so that no deployment runs with other settings than it
-states. vLLM's switches are taken turned off too (`--no-enable-lora`, `--disable-lora`). An option
-that is given twice, under one name or two, has its last value, with a warning.
+states. vLLM's switches are taken turned off too (`--no-enable-mm-embeds`). An option that is given
+twice, under one name or two, has its last value, with a warning.
 
 Values: integers may be `2k` (2000), `2K` (2048) or `1.5m`, bytes also `4GB` and `4GiB`; dtypes
 `bf16`, `f16`, `fp16`, `f32`; keys of a JSON object may be flags

@@ -37,27 +37,109 @@ TABLE = """
 """
 
 TAIL = """
+## Encoders
+
+The published files of all-mpnet-base-v2, jina-embeddings-v2 and others name a class
+`...ForMaskedLM`; they are embedders, as their `modules.json` says. The backend cuda lacks the bias
+that MPNet and Jina v2 add to scores of attention by distance, and the pooling of SPLADE, a maximum.
+
+- Jina v3 is served as transformers saves it (JinaEmbeddingsV3Model). jinaai/jina-embeddings-v3
+  itself, with the adapters of its tasks in the weights, is refused.
+- jina-embeddings-v2-base-code, which norms queries and keys, is refused.
+- DeBERTa is not served: its scores add products of queries and of keys with embeddings of the
+  distance, which no op computes.
+
+## Text of multimodal models
+
+A class that is not in the table, such as LlavaForConditionalGeneration, serves its text alone if
+its `text_config` (or `llm_config`, `language_config`, `thinker_config`) has a class or a
+`model_type` of the table, and the tensors lie below one prefix; a line in the log says so. A tiny
+model of each such class of transformers is compared with transformers: Aya Vision, Cohere 2
+Vision, DeepSeek-VL, GLM-4.1V to 4.6V, GLM-ASR, GLM-OCR, GOT-OCR 2, Granite Speech, Idefics 2 and 3,
+InternVL, Janus, Kimi K2.5, LFM2-VL, LightOnOCR, LLaVA in all forms, MiniCPM-V 4.6 and 4.7, Mistral
+Small 3, Nemotron Omni, Ovis 2, Qwen2-Audio, Qwen2-VL, the thinkers of Qwen2.5-Omni and Qwen3-Omni,
+Qwen3-ASR, SmolVLM, VibeVoice ASR, VideoLLaMA 3, Voxtral. PaliGemma is refused: its prompts need
+attention in both directions. Kimi K3 is refused: its text has an activation, an output gate and
+residuals that KimiLinearForCausalLM does not have. PaddleOCR-VL rotates in another way than ERNIE
+4.5, so it is not in the list.
+
+## Folders in Mistral's own form
+
+A folder on this machine without config.json may have Mistral's params.json,
+consolidated*.safetensors and tekken.json: dense models are served from them, text alone where there
+is a tower. Experts, latent attention and quantised weights in that form are refused by name; the
+same models with config.json are served. A chat needs `--chat-template`, since such a folder has
+none. tekken.json is read wherever tokenizer.json is missing.
+
+## DeepSeek V4
+
+Flash and Pro run on `cpu`, `metal`, `numpy` and `torch`; `cuda` lacks `compressed_attention` and
+refuses them by name. Published files are read as they are: FP8 blocks, experts in MXFP4, the tables
+of the hash layers. Multi-token prediction and GGUF files are not served. With tensor parallelism
+each rank computes all of attention and its share of the experts.
+
 ## Everything else
 
 `--model-impl` says whose code runs a model: `vllmx`, its own file; `transformers`, any decoder of
-[transformers](https://github.com/huggingface/transformers) whose attention is one of its
-exchangeable functions; `auto` (the default), the own file where there is one. A log line says when
-transformers runs a model, because it costs: backend torch alone, several times slower than a model
-of vllmx's own, weights as they are stored (a quantised checkpoint, GGUF and `--isq` are refused),
-logits rounded to the model's dtype. Scheduler, pages, prefix cache, sampler and API are those of
-any other model. Code of a model's folder is never executed, whatever its config.json asks for.
+[transformers](https://github.com/huggingface/transformers); `auto` (the default), the own file
+where there is one. A log line says when transformers runs a model, because it costs: backend torch
+alone, several times slower than a model of vllmx's own, logits rounded to the model's dtype. GGUF
+and `--isq` are refused. Quantised checkpoints (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, ModelOpt,
+MLX) are dequantised at load, as backend torch does for vllmx's own models, and take the memory of
+the model's dtype. Scheduler, prefix cache, sampler and API are those of any other model. Code of a
+model's folder is never executed, whatever its config.json asks for.
 
-What could not be honoured is refused before a weight is read: attention that is code of its own
-(BLOOM, MPT, Falcon, GPT-J, XGLM), masks other than causal and windows, layers that keep
-something else than keys and values (Mamba, convolutions), encoders. After loading, three tokens
-show whether tokens meet anywhere but in attention; a model in which they do is refused, too. A
-model whose rotary factors depend on the longest position of a batch (longrope) is served up to its
-first context length. On a GPU, weights pass through the memory of the host as a whole.
+Where attention is one of transformers' exchangeable functions, with a causal mask or a window, it
+reads vllmx's pages, and all sequences of a step run together. After loading, three tokens show
+whether tokens meet anywhere but in attention; a model in which they do is refused. A model whose
+rotary factors depend on the longest position of a batch (longrope) is served up to its first
+context length. On a GPU, weights pass through the memory of the host as a whole.
+
+Every other model runs its sequences one after the other, each over the cache object that
+transformers makes for it: recurrent layers, convolutions, chunked masks, ALiBi, layers that share
+keys. A state slot holds such an object, so prefix hits and preemption work as for vllmx's hybrids.
+A slot is counted with the cache of `--max-model-len` tokens in 32 bits: lower it if slots do not
+fit. After loading, two prompts show whether the model continues a prompt in chunks, or token by
+token. One that has no usable cache reads all tokens of a sequence again in each step; a log line
+says so. A model that looks forward, such as an encoder, is refused. `--kv-disk`,
+`--kv-host-memory` and `--kv-connector` are refused, because these caches are not copied out.
+
+Transformers 5.23 has 181 causal classes. vllmx runs 170 of them by transformers' code, with the
+same greedy ids on tiny random checkpoints; `nox -s classes` checks them. The table in
+`tests/integration/parity/test_transformers_classes.py` has the reasons for the other types.
 
 Compared with transformers in the tests as above, with 64 greedy ids, prefix hits, batch mates and
-preemption:
-Dots1, Exaone 4, GPT-2, GPT-BigCode, GPT-NeoX, Granite with windows, Jais 2, MiniCPM3, Nemotron,
-OLMo, OPT, Persimmon, Phi, Starcoder2, VaultGemma.
+preemption: GPT-BigCode (StarCoder 1), Granite with windows, Jais 2, MiniCPM3, Nemotron, OLMo,
+Persimmon, Phi, VaultGemma; and, where `--model-impl transformers` asks for it, Dots1, Exaone 4,
+GPT-2, GPT-NeoX, Hunyuan 1, OPT, Phi-MoE and Starcoder2, which have files of their own, too.
+
+What keeps well-known models from having a file of their own:
+
+| model | what vllmx lacks | served |
+|-|-|-|
+| Qwen4-Exp | gated residuals, embeddings of n-grams, an own indexer | by transformers' code |
+| MiMo-V2-Flash | heads of values shorter than those of keys | by transformers' code |
+| Step 3.5 and 3.7 | clamps in shared experts, gates of heads | no |
+| MiniMax M3 | block-sparse attention | no |
+| Kimi K3 | its activation, output gate and residuals | no |
+| Ling 2.5, OLMo Hybrid | their recurrent layers | by transformers' code |
+| Gemma 3n (text) | several streams in a layer, sparse activations | by transformers' code |
+| BLOOM, MPT, Falcon RW | biases that grow with the distance (ALiBi) | by transformers' code |
+| OPT-350M | norms behind sums, embeddings of another size | by transformers' code |
+
+GPT-2, GPT-NeoX, Falcon, Falcon-H1, Jamba, Kimi Linear and Mamba are read from GGUF files; `vllmx
+quantize` does not write them. `--isq` refuses GPT-2, whose matrices are stored by their input
+features. For Phi-3.5-MoE's GGUF files vllmx uses layer norms and SparseMixer with the published
+jitter of 0.01, as its authors do; llama.cpp uses RMS norms and weights of experts that add up to
+one.
+
+The `cuda` backend lacks SparseMixer and the decays of Mamba 1: it refuses Phi-3.5-MoE, Jamba, Mamba
+1 and Falcon Mamba by name. With tensor parallelism each rank computes all of a layer of Mamba 1.
+
+Llama 4 is served as text, GGUF files with the chunks of 8,192 tokens that llama.cpp assumes.
+Ling and Ring 2 are compared with GLM-4.5's code, whose formula they have, since transformers has
+none of their own. Files of Falcon-H1 have its factors in their weights, and the norm of its
+recurrence behind the gate, as llama.cpp computes it.
 """
 
 

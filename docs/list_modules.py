@@ -23,6 +23,7 @@ ORDER = (
     "vllmx-testing",
     "vllmx-cuda",
     "vllmx-tp",
+    "vllmx-ray",
     "vllmx-server",
     "vllmx-demo",
     "vllmx",
