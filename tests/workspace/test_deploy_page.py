@@ -19,8 +19,6 @@ import pytest
 import yaml
 from vllmx.cli.group import cli
 from vllmx.cli.serve import serve
-from vllmx_core.system.greeter import addresses, listen_address
-from vllmx_core.system.handshake import KEY_VARIABLE
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.apis import all_routes
 
@@ -167,35 +165,6 @@ def test_probes_and_the_grace_period_fit_the_server(manifest: dict[str, list[Any
     drain_s = float(understood(container["args"])["drain_timeout_s"])
     assert drain_s == ServerConfig().drain_timeout_s
     assert pod["terminationGracePeriodSeconds"] >= before + drain_s + 10
-
-
-def test_the_manifest_of_replicas_names_them(root: Path, manifest: dict[str, list[Any]]) -> None:
-    """Its server has what the manifest of one pod has."""
-    text = (root / "docs" / "deploy" / "kubernetes-replicas.yaml").read_text()
-    found: dict[tuple[str, str], Any] = {
-        (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)
-    }
-    cores, service = found["StatefulSet", "vllmx-core"], found["Service", "vllmx-core"]
-    server, alone = found["Deployment", "vllmx"], manifest["Deployment"][0]
-    name, labels = service["metadata"]["name"], service["spec"]["selector"]
-    assert cores["spec"]["serviceName"] == name
-    assert cores["spec"]["template"]["metadata"]["labels"] == labels
-    assert found["PodDisruptionBudget", name]["spec"]["selector"]["matchLabels"] == labels
-    (core,) = cores["spec"]["template"]["spec"]["containers"]
-    (serving,) = server["spec"]["template"]["spec"]["containers"]
-    host, port = listen_address(understood(core["args"])["listen"])
-    assert (host, port) == ("0.0.0.0", core["ports"][0]["containerPort"])
-    assert service["spec"]["ports"][0]["port"] == port
-    wanted = [(f"{name}-{row}.{name}", port) for row in range(cores["spec"]["replicas"])]
-    assert addresses(understood(serving["args"])["replica_hosts"], "replica_hosts") == wanted
-    assert core["args"][1] == serving["args"][1]
-    for container in (core, serving):
-        assert container["env"][0]["name"] == KEY_VARIABLE
-    (plain,) = alone["spec"]["template"]["spec"]["containers"]
-    same = ("image", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports")
-    assert {key: serving[key] for key in same} == {key: plain[key] for key in same}
-    pods = [each["spec"]["template"]["spec"] for each in (alone, server, cores)]
-    assert all(pod["securityContext"] == pods[0]["securityContext"] for pod in pods)
 
 
 def test_compose_runs_the_image(root: Path, dockerfile: list[tuple[str, str]]) -> None:
