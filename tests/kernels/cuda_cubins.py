@@ -1,7 +1,9 @@
 """What the compiler made of a kernel: registers, stack, instructions.
 
 `python -m tests.kernels.cuda_cubins [SOURCE]` measures `UNITS`, all or those of one source, for all
-architectures and rewrites their part of cuda_budget.json, which the tests compare with.
+architectures and rewrites their part of cuda_budget.json, which the tests compare with. Then it
+checks all units and notes in cuda_checked.json what each was compiled from: tests do not compile it
+again until that changes.
 """
 
 from __future__ import annotations
@@ -9,21 +11,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, write_whole
+from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit
 from vllmx_cuda.compiler.libraries import include_folders
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES, number
@@ -32,7 +26,12 @@ from vllmx_cuda.kernel_specs.attention import prefill_keys
 from vllmx_cuda.kernel_specs.types import shared_bytes
 from vllmx_testing.cuda.emulator.build import KERNELS as FOLDER
 
+from .cuda_sass import kept, measure
+
 BUDGET = Path(__file__).parent / "cuda_budget.json"
+CHECKED = Path(__file__).parent / "cuda_checked.json"
+Budget = Mapping[str, Mapping[str, int]]
+"""Entry with its options -> architecture -> registers."""
 BF16 = {"VX_DTYPE": 2}
 HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
 W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0}
@@ -99,10 +98,6 @@ WANTED = {
     "sample_count": ("ATOMS.ADD", ".E.ADD.64.STRONG"),
     "clamped_swiglu": ("LDG.E.128", "STG.E.128"),
 }
-OVERLAPPED = ("paged_prefill_wgmma",)
-"""Entries whose softmax runs while products of a warpgroup are under way."""
-RINGS = ("linear_mma", "gated_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
-"""Entries that multiply while copies of later columns are under way."""
 Units = Sequence[tuple[str, Mapping[str, int]]]
 """Entries with the options that they are compiled with."""
 
@@ -223,10 +218,6 @@ UNITS: Units = (
     ("logprob_chunks", {}),
 )
 _SIZES = (1, 16, 32, 64, 128, 192, 256, 512, 576, 1024, 1536, 2048, 4096, 1 << 16)
-_USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(
-    r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP|ATOMS|RED)[A-Z0-9_.x]*)"
-)
 
 
 def units_of(arch: str, units: Units) -> list[Unit]:
@@ -236,20 +227,11 @@ def units_of(arch: str, units: Units) -> list[Unit]:
     return list(dict.fromkeys(Unit(FOLDER / v.kernel.source, v.defines) for v in able))
 
 
-def tool(name: str) -> Path | None:
-    """cuobjdump or nvdisasm of NVIDIA's wheels."""
-    spec = find_spec("nvidia")
-    for root in (spec and spec.submodule_search_locations) or ():
-        if (path := Path(root) / "cu13" / "bin" / name).exists():
-            return path
-    return None
-
-
 def build(arch: str, compiler: Nvrtc, unit: Unit) -> bytes:
     """Compiled once for each content, also between runs."""
     target = Target(arch, compiler.version, tuple(include_folders()))
     key = _keys(target).key(unit)
-    return CubinCache(_kept()).get_or_compile(key, unit, target, compiler)
+    return CubinCache(kept()).get_or_compile(key, unit, target, compiler)
 
 
 @functools.cache
@@ -258,14 +240,29 @@ def _keys(target: Target) -> Keys:
     return Keys(target)
 
 
-def _kept() -> Path:
-    """The folder of this user for cubins and for what was found out about them."""
-    return Path(tempfile.gettempdir()) / f"vllmx-cubins-{os.getuid()}"
+@functools.cache
+def _rules() -> bytes:
+    files = ("cuda_cubins.py", "cuda_sass.py")
+    return b"".join(Path(__file__).with_name(name).read_bytes() for name in files)
 
 
-def faults(
-    arch: str, unit: Unit, compiler: Nvrtc, budget: Mapping[str, Mapping[str, int]] | None
-) -> list[str]:
+def digest(arch: str, unit: Unit, compiler: Nvrtc, budget: Budget) -> str:
+    """Changes with what `faults` depends on: the unit with its headers, the compiler, the
+    budget and the rules."""
+    target = Target(arch, compiler.version, tuple(include_folders()))
+    entries = [entry for entry, kernel in KERNELS.items() if kernel.source == unit.source.name]
+    rows = [budget.get(key(entry, unit), {}).get(arch) for entry in entries]
+    found = hashlib.sha256(f"{_keys(target).key(unit)} {rows}".encode() + _rules())
+    return found.hexdigest()[:16]
+
+
+def unchecked(arch: str, units: Sequence[Unit], compiler: Nvrtc, budget: Budget) -> list[Unit]:
+    """Those that have changed since `main` checked them."""
+    known = json.loads(CHECKED.read_text()).get(arch, {})
+    return [u for u in units if known.get(u.name) != digest(arch, u, compiler, budget)]
+
+
+def faults(arch: str, unit: Unit, compiler: Nvrtc, budget: Budget | None) -> list[str]:
     """What is wrong with a compiled unit: stack or local memory, more registers than its budget
     (None: as many as there are), instructions that it was written for and lacks."""
     wrong = []
@@ -312,79 +309,6 @@ def _beyond_shared(arch: str, entry: str, unit: Unit, static: int) -> int:
     return 0
 
 
-def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, Any]]:
-    """Entry -> registers, stack, local and shared bytes, and, which takes longest, the memory and
-    tensor instructions."""
-    dump = tool("cuobjdump")
-    assert dump is not None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run([str(dump), "-res-usage", file.name])
-    sass = _disassembly(cubin) if disassembled else ""
-    found = {}
-    for entry, registers, stack, shared, local in _USAGE.findall(usage):
-        found[entry] = {
-            "registers": int(registers),
-            "stack": int(stack),
-            "shared": int(shared),
-            "local": int(local),
-            "sass": set(),
-            "alone": False,
-            "idle": False,
-            "drained": False,
-        }
-    for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
-        entry = re.match(r"\w+", part)
-        if entry and entry[0] in found:
-            found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
-            found[entry[0]]["alone"] = _products_alone(part)
-            found[entry[0]]["idle"] = entry[0] in OVERLAPPED and _softmax_waits(part)
-            found[entry[0]]["drained"] = entry[0] in RINGS and _ring_drains(part)
-    return found
-
-
-def _disassembly(cubin: bytes) -> str:
-    """Disassembles by nvdisasm, which takes half a second for the smallest cubin: once for each,
-    also between runs."""
-    kept = _kept() / f"{hashlib.sha256(cubin).hexdigest()}.sass"
-    with suppress(OSError):
-        return zlib.decompress(kept.read_bytes()).decode()
-    disassembler = tool("nvdisasm")
-    assert disassembler is not None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass = _run([str(disassembler), "-c", file.name])
-    with suppress(OSError):
-        write_whole(kept, zlib.compress(sass.encode()))
-    return sass
-
-
-def _products_alone(sass: str) -> bool:
-    """Whether ptxas had each product of a warpgroup waited for before the next is issued, which it
-    does where it cannot prove that nothing touches their registers."""
-    return sass.count("WARPGROUP.ARRIVE") * 4 > sass.count("HGMMA") > 0
-
-
-def _softmax_waits(sass: str) -> bool:
-    """Whether less than all of a step's softmax stands between the wait for the scores alone (one
-    group of products stays under way) and the wait for all. A lane has a score for each two
-    columns, of which each has an exponential, another one with a soft cap, and its two rows have a
-    factor each."""
-    columns = re.search(r"HGMMA\.64x(\d+)x16", sass)
-    steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
-    beside = [after.count("MUFU.EX2") for waits, after in pairwise(steps) if waits == "0x1"]
-    return columns is None or len(beside) != 1 or beside[0] < 2 * (int(columns[1]) // 2) + 2
-
-
-def _ring_drains(sass: str) -> bool:
-    """Whether a product waits for every copy (`cp.async`) that is under way, or none waits."""
-    *loops, _ = re.split(r"\b[HQ]MMA\.", sass)
-    waits = re.findall(r"DEPBAR\.LE SB\d, (0x[0-9a-f]+)", "".join(loops))
-    return not waits or "0x0" in waits
-
-
 def _wanted(entry: str, unit: Unit) -> list[str]:
     """`WANTED`, as it reads in f16 and where values are loaded and stored in other widths."""
     kind = "F32" if "VX_DTYPE=1" in unit.defines else "F32.BF16"
@@ -395,10 +319,6 @@ def _wanted(entry: str, unit: Unit) -> list[str]:
     if entry == "kv_store" and "VX_VEC=4" not in unit.defines:
         return ["LDG.E.128"] if "VX_VEC=8" in unit.defines else []
     return wanted
-
-
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def key(entry: str, unit: Unit) -> str:
@@ -416,7 +336,16 @@ def main() -> None:
                 continue
             for entry, usage in measure(build(arch, compiler, unit)).items():
                 registers.setdefault(key(entry, unit), {})[arch] = usage["registers"]
-    BUDGET.write_text(_table({**known, **registers}))
+    budget = {**known, **registers}
+    BUDGET.write_text(_table(budget))
+    checked: dict[str, dict[str, str]] = {}
+    for arch in ARCHITECTURES:
+        for unit in units_of(arch, UNITS):
+            if wrong := faults(arch, unit, compiler, budget):
+                print("\n".join(wrong))
+            else:
+                checked.setdefault(arch, {})[unit.name] = digest(arch, unit, compiler, budget)
+    CHECKED.write_text(json.dumps(checked, indent=1) + "\n")
 
 
 def _table(registers: Mapping[str, Mapping[str, int]]) -> str:

@@ -13,9 +13,12 @@ from vllmx_cuda.compiler.cubins import Unit
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES
 
-from .cuda_cubins import BUDGET, UNITS, faults, tool, units_of
+from .cuda_cubins import BUDGET, UNITS, digest, faults, unchecked, units_of
 from .cuda_matrix import matrix
+from .cuda_sass import tool
 
+ALWAYS = "sm_90a"
+"""Compiled in each run, if nothing has changed: what runs here need not be what was noted."""
 WGMMA = ("paged_prefill_wgmma", {"VX_DTYPE": 2, "VX_HEAD": 64, "VX_GROUP": 1})
 
 
@@ -34,10 +37,27 @@ def test_kernels_keep_their_budget(arch: str, compiler: Nvrtc) -> None:
         pytest.skip("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     budget = json.loads(BUDGET.read_text())
     units = units_of(arch, UNITS)
+    if arch != ALWAYS:
+        units = unchecked(arch, units, compiler, budget)
     with ThreadPoolExecutor(2) as pool:  # most of the time goes into other processes and NVRTC
         found = pool.map(lambda unit: faults(arch, unit, compiler, budget), units)
         wrong = [fault for faults_of_unit in found for fault in faults_of_unit]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_changed_kernel_is_checked_again(compiler: Nvrtc, tmp_path: Path) -> None:
+    """One of its headers, and its budget."""
+    budget = json.loads(BUDGET.read_text())
+    [unit] = units_of("sm_80", [("rms_norm", {"VX_DTYPE": 2, "VX_VEC": 8})])
+    known = digest("sm_80", unit, compiler, budget)
+    for copy, end in (("same", ""), ("changed", "\n")):
+        shutil.copytree(unit.source.parent, tmp_path / copy)
+        header = tmp_path / copy / "row_norm.h"
+        header.write_text(header.read_text() + end)
+        copied = Unit(tmp_path / copy / unit.source.name, unit.defines)
+        assert (digest("sm_80", copied, compiler, budget) == known) is (copy == "same")
+    lower = {name: {arch: most - 1 for arch, most in row.items()} for name, row in budget.items()}
+    assert digest("sm_80", unit, compiler, lower) != known
 
 
 _TAKES = "const float (&s)[KEYS / 2], const float (&factor)[2]) {\n"
