@@ -1,5 +1,5 @@
-"""The conformance suite on ranks: of the CPU backend, of metal and of torch. They share memory, as
-processes of one host do.
+"""The conformance suite on ranks of the CPU backend, and what depends on their number or on the
+backend on others. They share memory, as processes of one host do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from vllmx_core.communicator import Communicator
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.weights.part import WeightSource
+from vllmx_testing.attention_checks import AttentionChecks
 from vllmx_testing.backend_suite import BackendSuite
 from vllmx_testing.harness import Harness
+from vllmx_testing.latent_checks import LatentChecks
+from vllmx_testing.op_checks import OpChecks
 from vllmx_testing.ranked_backend import Meeting, RankedBackend
 from vllmx_testing.ranks import ThreadCommunicator
+from vllmx_testing.sparse_checks import SparseChecks
+from vllmx_testing.state_checks import StateChecks
+from vllmx_testing.step_checks import StepChecks
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
@@ -80,6 +86,11 @@ class _Ranks(Harness):
                 region.close()
 
 
+class _Parts(OpChecks, AttentionChecks, LatentChecks, SparseChecks, StateChecks, StepChecks):
+    """What is cut by ranks. Codes of the KV cache, the sampler and what moves blocks are the same
+    code on each rank as without ranks."""
+
+
 class _Cpu(_Ranks):
     block_sizes = (16, 32, 64, 128)
     kv_share = 0.75  # as in TestCpu
@@ -99,13 +110,13 @@ class TestTwoRanksOfCpu(_Cpu, BackendSuite):
     pass
 
 
-class TestFourRanksOfCpu(_Cpu, BackendSuite):
+class TestFourRanksOfCpu(_Cpu, _Parts):
     ranks = 4
 
 
-class TestTwoRanksOfMetal(_Metal, BackendSuite):
+class TestTwoRanksOfMetal(_Metal, _Parts):
     pass
 
 
-class TestTwoRanksOfTorch(_Torch, BackendSuite):
+class TestTwoRanksOfTorch(_Torch, _Parts):
     pass

@@ -1,4 +1,8 @@
-"""The conformance suite on every instruction set of the CPU backend, not only on the best one."""
+"""Ops and steps on every instruction set of the CPU backend, not only on the best one.
+
+tests/kernels has attention, sampling, products and rows of each. What a backend holds and counts is
+the same code on all.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,12 @@ from vllmx_core.backend import Backend
 from vllmx_core.errors import BackendUnavailableError, ConfigError
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.native import ISA_VARIABLE, choose_isa, instruction_sets
-from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.compressed_checks import CompressedChecks
+from vllmx_testing.latent_checks import LatentChecks
+from vllmx_testing.op_checks import OpChecks
+from vllmx_testing.sparse_checks import SparseChecks
+from vllmx_testing.state_checks import StateChecks
+from vllmx_testing.step_checks import StepChecks
 
 
 def usable() -> list[str]:
@@ -17,7 +26,7 @@ def usable() -> list[str]:
         pytest.skip(str(error))
 
 
-class _Forced(BackendSuite):
+class _Forced(OpChecks, LatentChecks, SparseChecks, StateChecks, CompressedChecks, StepChecks):
     isa = ""
     block_sizes = (32, 128)
     kv_share = 0.75  # codes are multiplied as bf16
