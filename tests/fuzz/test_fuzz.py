@@ -47,8 +47,9 @@ def name_of(target: ModuleType) -> str:
 
 @pytest.mark.parametrize("target", TARGETS, ids=name_of)
 def test_seeds_are_valid(target: ModuleType) -> None:
-    assert target.seeds()
-    for seed in target.seeds():
+    seeds = target.seeds()
+    assert seeds
+    for seed in seeds[:: 1 + len(seeds) // 16]:
         assert run_bounded(target.one_input, seed), seed[:200]
 
 
