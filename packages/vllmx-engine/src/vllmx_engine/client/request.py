@@ -261,7 +261,7 @@ class RequestBuilder:
                 ids = self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
                 return str(prompt), ids
             except TooManyTokensError as error:
-                raise self._too_long(error.count) from None
+                raise self._too_long(error.num_tokens, error.count) from None
         return None, checked_ids(prompt)
 
     def _check_prompt(self, ids: list[int]) -> None:
@@ -275,7 +275,7 @@ class RequestBuilder:
                 param="prompt",
             )
         if len(ids) >= self.info.max_model_len:
-            raise self._too_long(str(len(ids)))
+            raise self._too_long(len(ids), str(len(ids)))
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         room = self.info.max_model_len - prompt_tokens
@@ -287,12 +287,13 @@ class RequestBuilder:
                 param="max_tokens",
             )
 
-    def _too_long(self, num_tokens: str) -> ContextLengthError:
+    def _too_long(self, num_tokens: int, count: str) -> ContextLengthError:
         limit = self.info.max_model_len
-        return ContextLengthError(
-            f"the prompt has {num_tokens} tokens, but the context of {limit} must hold it and at"
+        return ContextLengthError.of_prompt(
+            f"the prompt has {count} tokens, but the context of {limit} must hold it and at"
             f" least one token of output: shorten it to {limit - 1} tokens",
-            param="prompt",
+            num_tokens,
+            limit,
         )
 
     def _grammar(

@@ -43,6 +43,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JSONSchemaFormat | None = None
     schema: dict[str, Any] | None = None
     """llama.cpp's way to bring a schema with "json_object" or "json_schema"."""
+    value: dict[str, Any] | None = None
+    """Hugging Face's clients bring a schema so, with "json_object"."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None

@@ -86,6 +86,10 @@ class ModelFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             check_harmless(self.options, _HARMLESS, _HARMLESS, "options.")
 
 
+_UNREAD = ("tool_choice", "temperature", "top_p", "max_output_tokens")
+"""Fields that clients send although Ollama reads none of them."""
+
+
 class AnswerFields(ModelFields, kw_only=True, forbid_unknown_fields=True):
     """The fields of both routes that generate."""
 
@@ -208,7 +212,7 @@ class ModelRequest(accepting(msgspec.Struct, "verbose", "insecure")):  # type: i
         """Nothing depends on another field."""
 
 
-CHAT = msgspec.json.Decoder(ChatRequest)
+CHAT = msgspec.json.Decoder(accepting(ChatRequest, *_UNREAD))
 GENERATE = msgspec.json.Decoder(GenerateRequest)
 EMBED = msgspec.json.Decoder(EmbedRequest)
 MODEL = msgspec.json.Decoder(ModelRequest)
