@@ -35,9 +35,9 @@ def bare_name(name: str) -> str:
 _IGNORED = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
     "f16_kv", "vocab_only", "use_mmap", "use_mlock", "logits_all", "embedding_only", "mirostat_tau",
-    "mirostat_eta",
+    "mirostat_eta", "num_gqa", "rope_frequency_base", "rope_frequency_scale", "new_topic_penalty",
 )  # fmt: skip
-"""Options that are the operator's, and change no token."""
+"""Options that are the operator's, and one that Open WebUI sends and Ollama does not know."""
 
 
 class Options(accepting(msgspec.Struct, *_IGNORED, *_HARMLESS)):  # type: ignore[misc]
