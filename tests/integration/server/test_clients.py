@@ -109,7 +109,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         {
             "prompt": "def f(", "n_predict": 4, "n_cmpl": 1,
             "samplers": ["top_k", "top_p", "infill"], "top_k": 40, "top_p": 0.99, "n_indent": 4,
-            "t_max_predict_ms": 1000, "t_max_prompt_ms": 500, "response_fields": ["content", "timings/prompt_n"],
+            "t_max_predict_ms": 1000, "t_max_prompt_ms": 500,
+            "response_fields": ["content", "timings/prompt_n"],
         },
         "timings/prompt_n",
     ),

@@ -21,6 +21,10 @@ _KEPT_TEXTS = 4096
 each answer."""
 
 
+_BEFORE = "\x02"
+"""A character that no token has together with others."""
+
+
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> Vocabulary:
     """The vocabulary of a model with `vocab_size` logits; a second for 150,000 tokens, so not for
     an event loop. Raises GrammarError where a token does not stand for fixed bytes."""
@@ -90,6 +94,14 @@ class _Tokens:
         return self._encode_short(text) if len(text) <= _SHORT_CHARS else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
+        ids = self._ids(text)
+        if b"".join(self.tokens[token] for token in ids) == text.encode():
+            return ids
+        # Some tokenizers put a space before a text, and a forced text may be in the middle of one.
+        before = self._ids(_BEFORE)
+        return self._ids(_BEFORE + text)[len(before) :]
+
+    def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
