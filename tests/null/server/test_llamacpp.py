@@ -175,6 +175,7 @@ async def test_a_prompt_that_is_too_long(llama: Served) -> None:
     assert (refused.status_code, error["type"]) == (400, "exceed_context_size_error")
     assert 512 < error["n_prompt_tokens"] <= 600
     assert error["n_ctx"] == 512
+    assert "exceeds the available context size" in error["message"]
 
 
 async def test_paths_without_a_version(llama: Served) -> None:

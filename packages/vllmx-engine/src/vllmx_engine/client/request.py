@@ -281,17 +281,18 @@ class RequestBuilder:
         room = self.info.max_model_len - prompt_tokens
         if max_tokens is not None and max_tokens > room:
             raise ContextLengthError(
-                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, which the"
-                f" context of {self.info.max_model_len} cannot hold together: lower max_tokens to"
-                f" {room}, or shorten the prompt",
+                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, but this"
+                f" model's maximum context length is {self.info.max_model_len} tokens: lower"
+                f" max_tokens to {room}, or shorten the prompt",
                 param="max_tokens",
             )
 
     def _too_long(self, num_tokens: int, count: str) -> ContextLengthError:
+        """In the words by which clients know that they must shorten a conversation."""
         limit = self.info.max_model_len
         return ContextLengthError.of_prompt(
-            f"the prompt has {count} tokens, but the context of {limit} must hold it and at"
-            f" least one token of output: shorten it to {limit - 1} tokens",
+            f"prompt is too long: it has {count} tokens, but this model's maximum context length is"
+            f" {limit} tokens, and the answer needs at least one: shorten it to {limit - 1} tokens",
             num_tokens,
             limit,
         )

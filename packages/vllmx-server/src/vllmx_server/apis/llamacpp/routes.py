@@ -82,6 +82,8 @@ def error_body(error: VllmxError) -> bytes:
     kind = _TYPES.get(status) or error_fields(error).type
     found = {"code": status, "message": cut_message(error), "type": kind}
     if isinstance(error, ContextLengthError):
+        # Clients look for these words.
+        found["message"] = f"request exceeds the available context size: {found['message']}"
         found["type"] = "exceed_context_size_error"
         if error.num_tokens is not None:
             found |= {"n_prompt_tokens": error.num_tokens, "n_ctx": error.limit}
