@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 from vllmx_core.errors import listing, shown
 
-from vllmx_server.generating.fields import accepting, check_harmless, field_error
+from vllmx_server.generating.fields import accepting, check_harmless, closed, field_error
 from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.schema import intervals as limits
 
@@ -94,6 +94,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         self.seed = None if self.seed == -1 else self.seed
         self.repetition_penalty = self.repeat_penalty or self.repetition_penalty
         self.n = self.n_cmpl or self.n
+        if self.json_schema is not None:
+            closed(self.json_schema)
         if self.logit_bias:
             given = self.logit_bias
             self.logit_bias = dict(map(_bias, given if isinstance(given, list) else given.items()))
