@@ -288,7 +288,7 @@ class RequestBuilder:
             )
 
     def _too_long(self, num_tokens: int, count: str) -> ContextLengthError:
-        """In the words by which clients know that they must shorten a conversation."""
+        # Clients look for these words to know that they must shorten a conversation.
         limit = self.info.max_model_len
         return ContextLengthError.of_prompt(
             f"prompt is too long: it has {count} tokens, but this model's maximum context length is"

@@ -51,7 +51,7 @@ _OFF: Mapping[str, Mapping[str, float]] = {
     "min_p": {"min_p": 0.0},
     "temperature": {"temperature": 1.0},
 }
-"""What a sampler's fields are where `samplers` leaves it out."""
+"""The fields of a sampler, with their values where `samplers` leaves it out."""
 _NOT_BUILT = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "infill", "adaptive_p")
 """Samplers that may be named: they are off, or end the answers of editors early."""
 
