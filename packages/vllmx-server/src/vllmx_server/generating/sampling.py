@@ -89,7 +89,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     stream_interval: int | None = None
-    id_slot: int | None = None
+    id_slot: Any = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
 

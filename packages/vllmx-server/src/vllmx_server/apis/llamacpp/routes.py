@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import ContextLengthError, VllmxError, shown
-from vllmx_core.sampling import MAX_BIAS_ENTRIES, SamplingParams
+from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.client.request_stream import RequestStream
 
@@ -121,8 +121,8 @@ def _biases(served: Served, entries: Mapping[str, float]) -> Iterator[tuple[str,
         if key.isascii() and key.isdigit():
             yield key, bias
         else:
-            tokens = served.llm.tokenizer.encode(key, False, limit=MAX_BIAS_ENTRIES)
-            yield from ((str(token), bias) for token in tokens)
+            for token in served.llm.tokenizer.encode(key, False):
+                yield str(token), bias
 
 
 def _infilled(served: Served, body: InfillRequest) -> Asked:

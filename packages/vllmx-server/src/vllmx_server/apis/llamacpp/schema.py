@@ -14,6 +14,8 @@ from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.schema import intervals as limits
 
 MAX_PROMPTS = 256
+MAX_NAMES = 64
+Path = Annotated[str, Meta(max_length=256)]
 _SAMPLER = "this sampler is not built: use temperature, top_k, top_p or min_p"
 _HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "typical_p": ((1,), _SAMPLER),
@@ -85,9 +87,9 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     return_tokens: bool | None = None
     n_cmpl: limits.Choices | None = None
     """The number of answers to each prompt; also `n`."""
-    samplers: list[str] | None = None
+    samplers: Annotated[list[str], Meta(max_length=MAX_NAMES)] | None = None
     """The samplers that are on. Their order is fixed."""
-    response_fields: list[str] | None = None
+    response_fields: Annotated[list[Path], Meta(max_length=MAX_NAMES)] | None = None
     """The fields of an answer that are sent, each by its path with slashes."""
 
     def __post_init__(self) -> None:
