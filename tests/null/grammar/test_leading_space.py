@@ -18,6 +18,7 @@ FORMS: list[dict[str, object]] = [
     {"json": '{"const": "the other"}'},
     {"json": json.dumps(ENTRY)},
     {"regex": " the [a-c]{3} x\\n"},
+    {"grammar": 'root ::= "<a▁b>" "a"'},
     {"choice": ["in", " on", "  er"]},
 ]
 
@@ -29,7 +30,7 @@ def spaced() -> Grammarian:
 
 
 def test_forced_texts_have_the_tokens_of_their_bytes(spaced: Grammarian) -> None:
-    for text in ("a", "the", " the", "  ", "42{", "é€", "\x02"):
+    for text in ("a", "the", " the", "  ", "42{", "é€", "\x02", "<a▁b>"):
         ids = spaced.lexicon.trie.tokenize_str(text)
         assert b"".join(map(spaced.tokenizer.token_bytes, ids)) == text.encode()
 

@@ -80,7 +80,7 @@ async def test_objects_have_the_properties_that_a_format_names(make_server: Make
     }
     kept = {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}}
     assert closed(kept | {}) == kept
-    opened = {"properties": {}, "additionalProperties": {"properties": {}}}
+    opened: dict[str, Any] = {"properties": {}, "additionalProperties": {"properties": {}}}
     assert closed(opened)["additionalProperties"] == {
         "properties": {},
         "additionalProperties": False,

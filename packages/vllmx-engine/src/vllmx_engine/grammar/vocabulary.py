@@ -86,6 +86,7 @@ class _Tokens:
             self.special_token_ids.append(len(self.tokens))
             self.tokens.append(b"<no end of sequence>")
         self.eos_token_id = self.eos_token_ids[0]
+        self._bytes = {data[0]: token for token, data in enumerate(self.tokens) if len(data) == 1}
         self._backend = tokenizers.Tokenizer.from_str(vocabulary.tokenizer)
         self._encode_short = lru_cache(_KEPT_TEXTS)(self._encode)
 
@@ -95,11 +96,16 @@ class _Tokens:
 
     def _encode(self, text: str) -> list[int]:
         ids = self._ids(text)
-        if b"".join(self.tokens[token] for token in ids) == text.encode():
-            return ids
-        # Some tokenizers put a space before a text, and a forced text may be in the middle of one.
-        before = self._ids(_BEFORE)
-        return self._ids(_BEFORE + text)[len(before) :]
+        if not self._is(ids, text):
+            # The tokenizer puts a space before a text, which may be in the middle of an answer.
+            ids = self._ids(_BEFORE + text)[len(self._ids(_BEFORE)) :]
+        if not self._is(ids, text):
+            # The text has the character by which the tokenizer writes a space.
+            ids = [self._bytes[byte] for byte in text.encode() if byte in self._bytes]
+        return ids
+
+    def _is(self, ids: list[int], text: str) -> bool:
+        return b"".join(self.tokens[token] for token in ids) == text.encode()
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids

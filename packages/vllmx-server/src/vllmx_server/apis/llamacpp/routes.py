@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -115,7 +115,7 @@ def _asked(served: Served, body: CompletionRequest) -> Asked:
     return body.prompts(), params
 
 
-def _biases(served: Served, entries: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+def _biases(served: Served, entries: Any) -> Iterator[tuple[str, float]]:
     """Biases by token id; a text stands for each of its tokens."""
     for key, bias in entries.items():
         if key.isascii() and key.isdigit():

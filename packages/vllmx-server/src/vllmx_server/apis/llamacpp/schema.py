@@ -81,7 +81,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """Another name of `n_predict`."""
     n_probs: limits.Likeliest | None = None
     repeat_penalty: limits.Factor | None = None
-    logit_bias: list[Any] | dict[str, float | bool] | None = None
+    logit_bias: list[Any] | dict[str, float | bool] | None = None  # type: ignore[assignment]
     """Pairs of a token id, or a text with such tokens, and a bias, which is false for tokens that
     never come; or a mapping."""
     return_tokens: bool | None = None
