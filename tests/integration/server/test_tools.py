@@ -292,7 +292,7 @@ def test_strict_tools_in_a_free_answer(client: openai.OpenAI) -> None:
             {
                 "tools": TOOLS,
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "extra_body": {"guided_regex": "a"},
             },
             "another form",
         ),

@@ -14,6 +14,7 @@ import click
 import pytest
 from vllmx.cli.command import FOREIGN, ModelCommand
 from vllmx.cli.foreign_flags import every_flag, families
+from vllmx.cli.options import served_names
 from vllmx.cli.serve import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
@@ -419,3 +420,8 @@ def test_keys_of_a_file_and_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--runner pooling is refused: say --task"):
         engine("--runner", "pooling")
     assert configs("--cors-origins", "a,b")[1].allowed_origins == ("a", "b")
+
+
+def test_commas_part_names_of_a_model() -> None:
+    assert served_names(["a, b", "c,", "a"]) == ("a", "b", "c")
+    assert engine("--alias", "a,b").served_model_name == "a"

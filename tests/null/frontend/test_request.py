@@ -62,7 +62,10 @@ def test_bad_prompts_are_refused(builder: RequestBuilder, prompt: object) -> Non
 
 def test_prompt_must_leave_room(builder: RequestBuilder) -> None:
     assert builder.build([1] * 63).core[0].max_tokens == 1
-    with pytest.raises(ContextLengthError, match=r"64 tokens.*context of 64.*63"):
+    with pytest.raises(
+        ContextLengthError,
+        match=r"prompt is too long: it has 64 tokens.*maximum context length is 64 tokens.*63",
+    ):
         builder.build([1] * 64)
 
 

@@ -137,8 +137,17 @@ async def test_actions_on_slots_are_explained(
         ("/completion", {"mirostat": 1}, "mirostat = 1"),
         ("/completion", {"xtc_probability": 0.5}, "xtc_probability"),
         ("/completion", {"dry_multiplier": 0.8}, "repeat_penalty"),
-        ("/completion", {"n_cmpl": 2}, "n_cmpl"),
-        ("/completion", {"n": 2}, "n = 2 is not served"),
+        ("/completion", {"n_cmpl": 0}, "n_cmpl"),
+        ("/completion", {"samplers": ["top_k", "magic"]}, "samplers names 'magic'"),
+        ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "multimodal"),
+        ("/completion", {"logit_bias": {"5": "x"}}, "logit_bias"),
+        ("/completion", {"logit_bias": {"5": True}}, "logit_bias"),
+        ("/completion", {"logit_bias": "5"}, "logit_bias"),
+        ("/completion", {"logit_bias": {str(10**11): 1}}, "logit_bias"),
+        ("/completion", {"logit_bias": [["5", float("1e300")]]}, "logit_bias"),
+        ("/completion", {"response_fields": ["a"] * 65}, "response_fields"),
+        ("/completion", {"response_fields": ["/" * 257]}, "response_fields"),
+        ("/completion", {"samplers": ["top_k"] * 65}, "samplers"),
         ("/completion", {"use_beam_search": True}, "use_beam_search = True is not served"),
         ("/completion", {"n_probs": 1000}, "n_probs must be between 0 and 20"),
         ("/completion", {"n_probs": 1000}, "raise --max-logprobs"),
@@ -146,8 +155,7 @@ async def test_actions_on_slots_are_explained(
         ("/completion", {"prompt": []}, "prompt has 0 entries"),
         ("/completion", {"prompt": [1, [2]]}, "prompt mixes"),
         ("/completion", {"prompt": [10**6]}, "1000000"),
-        ("/completion", {"prompt": "a" * 600}, "512"),
-        ("/completion", {"logit_bias": [["a", 1.0]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [["a"]]}, "logit_bias"),
         ("/completion", {"grammar": "root ::= nothing"}, "nothing"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix is not served"),
         ("/infill", {"input_suffix": "b"}, "input_prefix"),
@@ -166,6 +174,79 @@ async def test_what_cannot_be_served_is_named(
     assert words in error["message"]
 
 
+async def test_a_prompt_that_is_too_long(llama: Served) -> None:
+    refused = await llama.client.post("/completion", json={"prompt": "a" * 600})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "exceed_context_size_error")
+    assert 512 < error["n_prompt_tokens"] <= 600
+    assert error["n_ctx"] == 512
+    assert "exceeds the available context size" in error["message"]
+
+
+async def test_paths_without_a_version(llama: Served) -> None:
+    turns = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.0, "max_tokens": 4}
+    body = {**turns, "id_slot": 0, "timings_per_token": True, "return_progress": False}
+    found = await post(llama, "/chat/completions", **body, model="any-name")
+    same = await post(llama, "/v1/chat/completions", **turns)
+    assert found["choices"] == same["choices"]
+    assert found["model"] == same["model"] == "fake"
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert (await post(llama, path, **turns))["input_tokens"] == same["usage"]["prompt_tokens"]
+    listed = (await llama.client.get("/models")).json()["data"]
+    assert [each["id"] for each in listed] == ["fake"]
+    answer = await post(llama, "/responses", input="hi", max_output_tokens=4, temperature=0.0)
+    assert answer["object"] == "response"
+    refused = await llama.client.post("/chat/completions", json={"messages": []})
+    assert refused.json()["error"]["code"] == 400
+    refused = await llama.client.post("/reranking", json={"query": "a", "documents": ["b"]})
+    assert refused.status_code == 400
+
+
+async def test_several_answers_and_chosen_fields(llama: Served) -> None:
+    body = {"prompt": ["ab", {"prompt_string": "cd"}], "n_predict": 4, "seed": 3}
+    found = await post(llama, "/completion", **body, n_cmpl=2)
+    assert [each["index"] for each in found] == [0, 1, 2, 3]
+    assert [each["prompt"] for each in found] == ["ab", "ab", "cd", "cd"]
+    assert found[0]["content"] != found[1]["content"]
+    response = await llama.client.post("/completion", json={**body, "n": 2, "stream": True})
+    events = events_of(response.text)
+    for index, each in enumerate(found):
+        mine = [event for event in events if event["index"] == index]
+        assert "".join(event["content"] for event in mine) == each["content"]
+        assert mine[-1]["tokens_predicted"] == 4
+    fields = ["content", "timings/predicted_n", "generation_settings/n_predict", "timings/x/y"]
+    chosen = await post(llama, "/completion", prompt="ab", n_predict=4, seed=3,
+                        response_fields=fields)  # fmt: skip
+    assert chosen == {
+        "content": found[0]["content"],
+        "timings/predicted_n": 4,
+        "generation_settings/n_predict": 4,
+    }
+
+
+async def test_biases_of_texts(llama: Served) -> None:
+    asked = {"prompt": "ab", "n_predict": 1, "temperature": 0.0}
+    for bias in ([["xy", 100], ["y", False]], {"120": 100, "y": -100}):
+        found = await post(llama, "/completion", **asked, logit_bias=bias)
+        assert found["content"] == "x"
+    settings = found["generation_settings"]
+    assert settings["logit_bias"] == [{"token": 120, "bias": 100}, {"token": 121, "bias": -100}]
+
+
+async def test_samplers_that_are_left_out_are_off(llama: Served) -> None:
+    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repeat_penalty": 1.5}
+    found = await post(llama, "/completion", prompt="ab", n_predict=1, **given,
+                       samplers=["top_k", "infill"])  # fmt: skip
+    off = {"temperature": 1.0, "top_k": 3, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+    assert {name: found["generation_settings"][name] for name in given} == off
+
+
+async def test_an_answer_that_fills_the_context_is_truncated(llama: Served) -> None:
+    body = {"prompt": "ab", "ignore_eos": True, "seed": 1}
+    assert (await post(llama, "/completion", **body, n_predict=-1))["truncated"] is True
+    assert (await post(llama, "/completion", **body, n_predict=9))["truncated"] is False
+
+
 async def test_the_middle_of_a_text(llama: Served) -> None:
     """Three letters serve as the marks of the model."""
     marks = {"prefix_token": "P", "suffix_token": "S", "middle_token": "M"}
@@ -176,7 +257,9 @@ async def test_the_middle_of_a_text(llama: Served) -> None:
     same = await post(llama, "/completion", prompt="PabScM", n_predict=2, seed=1)
     assert found["content"] == same["content"]
     extra = [{"filename": "f", "text": "x"}]
-    found = await post(llama, "/infill", **body, input_extra=extra)
+    editor = {"id_slot": 0, "samplers": ["top_k", "top_p", "infill"], "n_indent": 4,
+              "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "cache_prompt": True}  # fmt: skip
+    found = await post(llama, "/infill", **body, **editor, input_extra=extra)
     assert found["prompt"] == "\n\n--- snippet ---\n\nxPabScM"
 
 

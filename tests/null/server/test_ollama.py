@@ -10,6 +10,7 @@ import pytest
 from vllmx_engine.formats.events import ArgumentsPiece, CallBegin, CallEnd, ContentPiece
 from vllmx_server.apis.ollama.answers import Turn, Turns
 from vllmx_server.apis.ollama.schema import Message
+from vllmx_server.generating.fields import closed
 
 from .conftest import MakeServer, Served
 from .scripted_model import Script
@@ -57,6 +58,33 @@ async def test_a_stream_and_a_whole_chat_are_one_answer(make_server: MakeServer)
         )
         assert same.json()["choices"][0]["message"]["content"] == text
         await served.becomes_idle()
+
+
+async def test_objects_have_the_properties_that_a_format_names(make_server: MakeServer) -> None:
+    shape = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    nested = {"type": "object", "properties": {"b": {"anyOf": [shape]}}, "required": ["b"]}
+    async with make_server(FLAGS) as served:
+        for seed in range(6):
+            found = await whole(served, "/api/chat", messages=HELLO, format=nested, stream=False,
+                                options={"seed": seed, "num_predict": 400})  # fmt: skip
+            if found["done_reason"] == "stop":
+                assert json.loads(found["message"]["content"]) == {"b": {"a": 1}}
+    assert closed(nested)["properties"]["b"]["anyOf"][0]["additionalProperties"] is False
+    named = {"properties": {"properties": {"type": "string"}, "x": {"items": [{"properties": {}}]}}}
+    assert closed(named) == {
+        "properties": {
+            "properties": {"type": "string"},
+            "x": {"items": [{"properties": {}, "additionalProperties": False}]},
+        },
+        "additionalProperties": False,
+    }
+    kept = {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}}
+    assert closed(kept | {}) == kept
+    opened: dict[str, Any] = {"properties": {}, "additionalProperties": {"properties": {}}}
+    assert closed(opened)["additionalProperties"] == {
+        "properties": {},
+        "additionalProperties": False,
+    }
 
 
 async def test_a_prompt_goes_on_from_its_context(make_server: MakeServer) -> None:

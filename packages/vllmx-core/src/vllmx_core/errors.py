@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Mapping
 from itertools import islice
+from typing import Self
 
 SHOWN_CHARACTERS = 80
 _SHORT = reprlib.Repr()
@@ -92,6 +93,16 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and wanted output do not fit into the model's context."""
 
     code = "context_length_exceeded"
+    num_tokens: int | None = None
+    """The tokens of the prompt, where it is too long for a context of `limit`; at least so many."""
+    limit: int | None = None
+
+    @classmethod
+    def of_prompt(cls, message: str, num_tokens: int, limit: int) -> Self:
+        """The error for a prompt that is too long."""
+        error = cls(message, param="prompt")
+        error.num_tokens, error.limit = num_tokens, limit
+        return error
 
 
 class ConfigError(VllmxError, ValueError):

@@ -98,9 +98,11 @@ def _check(params: SamplingParams, choice: str, tools: Tools) -> None:
             f" the tools of the request are: {known}",
             param="tool_choice",
         )
-    if params.structured_outputs is not None:
+    form = params.structured_outputs
+    # OpenAI's field is about content, and an answer that must be a call has none.
+    if form is not None and form.field != "response_format":
         raise InvalidRequestError(
-            f"tool_choice makes the answer a call, and {params.structured_outputs.field} gives it"
+            f"tool_choice makes the answer a call, and {form.field} gives it"
             " another form: leave one of them out",
             param="tool_choice",
         )

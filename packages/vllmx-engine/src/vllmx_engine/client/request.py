@@ -261,7 +261,7 @@ class RequestBuilder:
                 ids = self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
                 return str(prompt), ids
             except TooManyTokensError as error:
-                raise self._too_long(error.count) from None
+                raise self._too_long(error.num_tokens, error.count) from None
         return None, checked_ids(prompt)
 
     def _check_prompt(self, ids: list[int]) -> None:
@@ -275,24 +275,26 @@ class RequestBuilder:
                 param="prompt",
             )
         if len(ids) >= self.info.max_model_len:
-            raise self._too_long(str(len(ids)))
+            raise self._too_long(len(ids), str(len(ids)))
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         room = self.info.max_model_len - prompt_tokens
         if max_tokens is not None and max_tokens > room:
             raise ContextLengthError(
-                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, which the"
-                f" context of {self.info.max_model_len} cannot hold together: lower max_tokens to"
-                f" {room}, or shorten the prompt",
+                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, but this"
+                f" model's maximum context length is {self.info.max_model_len} tokens: lower"
+                f" max_tokens to {room}, or shorten the prompt",
                 param="max_tokens",
             )
 
-    def _too_long(self, num_tokens: str) -> ContextLengthError:
+    def _too_long(self, num_tokens: int, count: str) -> ContextLengthError:
+        # Clients look for these words to know that they must shorten a conversation.
         limit = self.info.max_model_len
-        return ContextLengthError(
-            f"the prompt has {num_tokens} tokens, but the context of {limit} must hold it and at"
-            f" least one token of output: shorten it to {limit - 1} tokens",
-            param="prompt",
+        return ContextLengthError.of_prompt(
+            f"prompt is too long: it has {count} tokens, but this model's maximum context length is"
+            f" {limit} tokens, and the answer needs at least one: shorten it to {limit - 1} tokens",
+            num_tokens,
+            limit,
         )
 
     def _grammar(

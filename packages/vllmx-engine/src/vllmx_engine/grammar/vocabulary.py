@@ -21,6 +21,10 @@ _KEPT_TEXTS = 4096
 each answer."""
 
 
+_BEFORE = "\x02"
+"""A character that no token has together with others."""
+
+
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> Vocabulary:
     """The vocabulary of a model with `vocab_size` logits; a second for 150,000 tokens, so not for
     an event loop. Raises GrammarError where a token does not stand for fixed bytes."""
@@ -82,6 +86,7 @@ class _Tokens:
             self.special_token_ids.append(len(self.tokens))
             self.tokens.append(b"<no end of sequence>")
         self.eos_token_id = self.eos_token_ids[0]
+        self._bytes = {data[0]: token for token, data in enumerate(self.tokens) if len(data) == 1}
         self._backend = tokenizers.Tokenizer.from_str(vocabulary.tokenizer)
         self._encode_short = lru_cache(_KEPT_TEXTS)(self._encode)
 
@@ -90,6 +95,19 @@ class _Tokens:
         return self._encode_short(text) if len(text) <= _SHORT_CHARS else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
+        ids = self._ids(text)
+        if not self._is(ids, text):
+            # The tokenizer puts a space before a text, which may be in the middle of an answer.
+            ids = self._ids(_BEFORE + text)[len(self._ids(_BEFORE)) :]
+        if not self._is(ids, text):
+            # The text has the character by which the tokenizer writes a space.
+            ids = [self._bytes[byte] for byte in text.encode() if byte in self._bytes]
+        return ids
+
+    def _is(self, ids: list[int], text: str) -> bool:
+        return b"".join(self.tokens[token] for token in ids) == text.encode()
+
+    def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -27,6 +27,9 @@ class Api:
     takes_untyped = False
     """Programs may send bodies without declaring them as JSON; web pages may not."""
 
+    takes_any_model = False
+    """A server of one model answers requests for any name, on all routes."""
+
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
 

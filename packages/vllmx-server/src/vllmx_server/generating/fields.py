@@ -27,6 +27,27 @@ def needed(value: T | None, where: str, name: str) -> T:
     return value
 
 
+_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, changed in place so that objects have no properties but those that it names, as
+    llama.cpp and Ollama read one. Objects that `allOf` puts together stay open."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, list):
+            waiting += found
+        elif isinstance(found, dict):
+            if "properties" in found and "allOf" not in found:
+                found.setdefault("additionalProperties", False)
+            waiting += (found[name] for name in _SCHEMAS if name in found)
+            mappings = (found[name] for name in _MAPPINGS if name in found)
+            waiting += (each for one in mappings if isinstance(one, dict) for each in one.values())
+    return schema
+
+
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's wrapper of a schema. Answers follow it whatever `strict` says."""
 
@@ -43,6 +64,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JSONSchemaFormat | None = None
     schema: dict[str, Any] | None = None
     """llama.cpp's way to bring a schema with "json_object" or "json_schema"."""
+    value: dict[str, Any] | None = None
+    """Hugging Face's clients bring a schema so, with "json_object"."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None

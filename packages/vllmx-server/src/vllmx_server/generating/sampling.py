@@ -89,6 +89,9 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     stream_interval: int | None = None
+    id_slot: Any = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
@@ -220,11 +223,12 @@ def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
 
 def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
     field = "response_format"
-    if wanted.type == "json_object" and wanted.schema is None:
+    outer = wanted.value if wanted.schema is None else wanted.schema
+    if wanted.type == "json_object" and outer is None:
         return StructuredOutputsParams(json_object=True, field=field)
     if wanted.type in ("json_schema", "json_object"):
         inner = wanted.json_schema.schema if wanted.json_schema else None
-        schema = wanted.schema if inner is None else inner
+        schema = outer if inner is None else inner
         if schema is None:
             raise InvalidRequestError(
                 'response_format of type "json_schema" has no schema: give'

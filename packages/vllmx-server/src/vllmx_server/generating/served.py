@@ -138,6 +138,8 @@ class Served:
     """The endpoints of POST requests, by path."""
     app: ASGIApp | None = None
     """The application of the endpoints, for requests that come by no connection."""
+    takes_any_model: bool = False
+    """Requests may name any model if there is only one."""
     stores: dict[type[Any], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,7 +172,7 @@ class Served:
             return
         if self.models is not None:
             name = self.models.name_of(name)
-        if name is not None and name != self.llm.config.name:
+        if name is not None and name != self.llm.config.name and not self.takes_any_model:
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; served:"
                 f" {', '.join([self.llm.config.name, *self.adapter_names])}",

@@ -178,6 +178,7 @@ def build_app(
     app.router.redirect_slashes = False  # it redirects to whatever host the client named
     served.app, served.routes = app, public
     served.endpoints = {each.path: one for each, one in endpoints if each.method == "POST"}
+    served.takes_any_model = any(api.takes_any_model for api in apis)
     app.state.served, app.state.server = served, server
     app.state.error_shapes = [each for api in apis for each in api.error_shapes]
     untyped = (route.path for api in apis if api.takes_untyped for route in api.routes)

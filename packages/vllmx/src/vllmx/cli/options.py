@@ -10,6 +10,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -211,14 +212,14 @@ def config_path(flags: Mapping[str, Any]) -> str | None:
 
 
 def served_names(given: Any) -> tuple[str, ...]:
-    """All names of a model, from a flag that may be repeated or a list in the config file. Raises
-    ConfigError for a value that is not a name."""
+    """All names of a model, from a flag that may be repeated or a list in the config file; commas
+    part names, as in llama.cpp's `--alias`. Raises ConfigError for a value that is not a name."""
     if given is None:
         return ()
     names = [*given] if isinstance(given, list | tuple) else [given]
-    return tuple(
-        dict.fromkeys(convert(name, str, SERVED_NAME, "--served-model-name") for name in names)
-    )
+    texts = [convert(name, str, SERVED_NAME, "--served-model-name") for name in names]
+    parts = ([part.strip() for part in text.split(",") if part.strip()] or [text] for text in texts)
+    return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
 def _one_model(flags: dict[str, Any]) -> None:

@@ -1,15 +1,17 @@
 """POST /completion, /infill, /apply-template, /tokenize, /detokenize, /slots/{id}, GET /props,
-/slots."""
+/slots, and routes of vllmx under llama.cpp's paths."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import VllmxError, shown
+from vllmx_core.errors import ContextLengthError, VllmxError, shown
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server import __version__
@@ -22,12 +24,13 @@ from vllmx_server.apis.llamacpp.schema import (
     CompletionRequest,
     DetokenizeRequest,
     InfillRequest,
+    Parts,
     TokenizeRequest,
 )
-from vllmx_server.errors import cut_message, error_fields
+from vllmx_server.errors import cut_message, error_fields, route_path
 from vllmx_server.generating.api import Api, keyed, posted
 from vllmx_server.generating.chat_body import DECODER, ChatCompletionRequest
-from vllmx_server.generating.chat_call import check_template
+from vllmx_server.generating.chat_call import check_template, prompt_tokens
 from vllmx_server.generating.field_names import FieldNames
 from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.filling import filled
@@ -43,8 +46,9 @@ from vllmx_server.generating.reading import (
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.event_stream import Framing, HeldResponse
-from vllmx_server.http.operation import GENERATING, JSON, STATUS, TEXT
+from vllmx_server.http.operation import GENERATES, GENERATING, JSON, STATUS, TEXT
 from vllmx_server.http.pages import answer
+from vllmx_server.http.route import Route
 from vllmx_server.schema.record import encode
 
 _NAMES = FieldNames(
@@ -59,16 +63,31 @@ _SLOT_ACTIONS = {
     "erase": "prefixes are shared by all requests: DELETE /v1/sessions/{id} unpins those of a"
     " session_id, POST /reset_prefix_cache (operators) forgets all",
 }
+_MODELS = ("GET", "/v1/models")
 _SPAN = "text_completion"
 _SNIPPET = "\n\n--- snippet ---\n\n"
-Asked = tuple[list[str | list[str | int]], SamplingParams]
+_SAME = {
+    "/chat/completions": "/v1/chat/completions",
+    "/responses": "/v1/responses",
+    "/reranking": "/v1/rerank",
+    "/v1/reranking": "/v1/rerank",
+}
+"""llama.cpp's other paths of routes that vllmx has itself."""
+Asked = tuple[list[str | Parts], SamplingParams]
 
 
 def error_body(error: VllmxError) -> bytes:
     """JSON of one error as llama.cpp has it."""
     status = error.http_status
     kind = _TYPES.get(status) or error_fields(error).type
-    return encode({"error": {"code": status, "message": cut_message(error), "type": kind}})
+    found = {"code": status, "message": cut_message(error), "type": kind}
+    if isinstance(error, ContextLengthError):
+        # Clients look for these words.
+        found["message"] = f"request exceeds the available context size: {found['message']}"
+        found["type"] = "exceed_context_size_error"
+        if error.num_tokens is not None:
+            found |= {"n_prompt_tokens": error.num_tokens, "n_ctx": error.limit}
+    return encode({"error": found})
 
 
 FRAMING = Framing(lambda error: b"data: " + error_body(error) + b"\n\n")
@@ -85,6 +104,8 @@ async def infill(request: Request) -> HeldResponse:
 
 
 def _asked(served: Served, body: CompletionRequest) -> Asked:
+    if body.logit_bias:
+        body.logit_bias = dict(_biases(served, body.logit_bias))
     with _NAMES.told():
         params = body.sampling_params(
             served.llm.default_sampling_params,
@@ -92,6 +113,16 @@ def _asked(served: Served, body: CompletionRequest) -> Asked:
             logprobs=body.n_probs or None,
         )
     return body.prompts(), params
+
+
+def _biases(served: Served, entries: Any) -> Iterator[tuple[str, float]]:
+    """Biases by token id; a text stands for each of its tokens."""
+    for key, bias in entries.items():
+        if key.isascii() and key.isdigit():
+            yield key, bias
+        else:
+            for token in served.llm.tokenizer.encode(key, False):
+                yield str(token), bias
 
 
 def _infilled(served: Served, body: InfillRequest) -> Asked:
@@ -115,7 +146,7 @@ async def _submit(
         )
 
 
-async def _ids(served: Served, parts: list[str | int]) -> list[int]:
+async def _ids(served: Served, parts: Parts) -> list[int]:
     """The tokens of ids and texts in a row; special ones come before a text that begins it."""
     found: list[int] = []
     for index, each in enumerate(parts):
@@ -123,16 +154,29 @@ async def _ids(served: Served, parts: list[str | int]) -> list[int]:
     return found
 
 
-async def apply_template(request: Request) -> Response:
-    """The prompt that the chat template makes of `messages`."""
-    served = served_of(request)
-
-    def parse(data: bytes) -> tuple[list[dict[str, Any]], Any]:
+async def _chat(request: Request, served: Served) -> tuple[list[dict[str, Any]], ChatOptions]:
+    def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
         body = checked(data, served, DECODER)
         check_template(served, body.chat_template)
         return body.conversation(), body.chat_options()
 
-    conversation, options = await read_json(request, served, parse)
+    return await read_json(request, served, parse)
+
+
+async def input_tokens(request: Request) -> Response:
+    """The number of tokens of a chat's prompt."""
+    served = served_of(request)
+    conversation, options = await _chat(request, served)
+    async with counted(request) as admitted:
+        tokens = await prompt_tokens(request, served, conversation, options)
+        admitted.num_tokens = len(tokens)
+    return answer({"object": "chat.completion.input_tokens", "input_tokens": len(tokens)})
+
+
+async def apply_template(request: Request) -> Response:
+    """The prompt that the chat template makes of `messages`."""
+    served = served_of(request)
+    conversation, options = await _chat(request, served)
     async with counted(request):
         size = request.scope["state"]["body_bytes"]
         client, render = client_of(request), served.llm.render_chat
@@ -228,8 +272,41 @@ async def slot_action(request: Request) -> Response:
     raise SlotActionError(f"action={action}: {_SLOT_ACTIONS[action]}", param="action")
 
 
+async def _as_there(request: Request) -> Any:
+    """Answers as the route of the same name with `/v1` does."""
+    path = route_path(request.scope)
+    return await served_of(request).endpoints[_SAME[path]](request)
+
+
+async def models(request: Request) -> Any:
+    """The models that are served."""
+    served = served_of(request)
+    (endpoint,) = (each.endpoint for each in served.routes if (each.method, each.path) == _MODELS)
+    return await endpoint(request)
+
+
+def _same(path: str) -> Route:
+    return keyed(
+        "POST", path, _as_there, GENERATING, text=f"See `{_SAME[path]}`.", statuses=GENERATES,
+        shapes=(_SAME[path],),
+    )  # fmt: skip
+
+
 class LlamaCppApi(Api):
+    takes_any_model = True
     routes = (
+        *map(_same, _SAME),
+        keyed("GET", "/models", models, STATUS, JSON),
+        posted(
+            "/chat/completions/input_tokens", input_tokens, TEXT, ChatCompletionRequest, "generate"
+        ),
+        posted(
+            "/v1/chat/completions/input_tokens",
+            input_tokens,
+            TEXT,
+            ChatCompletionRequest,
+            "generate",
+        ),
         posted("/completion", completion, GENERATING, CompletionRequest, "generate", span=_SPAN),
         posted("/completions", completion, GENERATING, CompletionRequest, "generate", span=_SPAN),
         posted("/infill", infill, GENERATING, InfillRequest, "generate", span=_SPAN),

@@ -23,7 +23,7 @@ from vllmx_server.generating.chat_body import (
 )
 from vllmx_server.generating.chat_call import ChatCall, chat_call, prompt_tokens, submit_chat
 from vllmx_server.generating.field_names import FieldNames
-from vllmx_server.generating.fields import ResponseFormat
+from vllmx_server.generating.fields import ResponseFormat, closed
 from vllmx_server.generating.filling import filled
 from vllmx_server.generating.reading import caller_of
 from vllmx_server.generating.sampling import SamplingFields
@@ -135,5 +135,5 @@ def _sampling(body: AnswerFields) -> dict[str, Any]:
     if body.format == "json":
         found["response_format"] = ResponseFormat("json_object")
     elif body.format:
-        found["response_format"] = ResponseFormat("json_schema", schema=dict(body.format))
+        found["response_format"] = ResponseFormat("json_schema", schema=closed(body.format))
     return found

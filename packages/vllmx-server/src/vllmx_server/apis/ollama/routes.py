@@ -133,7 +133,8 @@ async def show(request: Request) -> Response:
     """A model's architecture, settings and capabilities."""
     served = served_of(request)
     body = await read_json(request, served, lambda data: checked(data, served, MODEL))
-    info, defaults = served.llm.info, served.llm.default_sampling_params.items()
+    info = served.llm.info
+    parameters = {"num_ctx": info.max_model_len, **served.llm.default_sampling_params}
     model_info = {
         "general.architecture": info.architecture,
         f"{info.architecture}.context_length": info.max_model_len,
@@ -143,7 +144,7 @@ async def show(request: Request) -> Response:
         model_info[f"{info.architecture}.embedding_length"] = served.pooler.dimensions
     found = {
         "modelfile": f"FROM {body.model}\n",
-        "parameters": "\n".join(f"{name} {value}" for name, value in defaults),
+        "parameters": "\n".join(f"{name} {value}" for name, value in parameters.items()),
         "template": served.llm.chat_template or "",
         "details": _details(served),
         "model_info": model_info,

@@ -35,9 +35,9 @@ def bare_name(name: str) -> str:
 _IGNORED = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
     "f16_kv", "vocab_only", "use_mmap", "use_mlock", "logits_all", "embedding_only", "mirostat_tau",
-    "mirostat_eta",
+    "mirostat_eta", "num_gqa", "rope_frequency_base", "rope_frequency_scale", "new_topic_penalty",
 )  # fmt: skip
-"""Options that are the operator's, and change no token."""
+"""Options that are the operator's, and one that Open WebUI sends and Ollama does not know."""
 
 
 class Options(accepting(msgspec.Struct, *_IGNORED, *_HARMLESS)):  # type: ignore[misc]
@@ -84,6 +84,10 @@ class ModelFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Cross-field rules. Raises InvalidRequestError."""
         if self.options is not None:
             check_harmless(self.options, _HARMLESS, _HARMLESS, "options.")
+
+
+_UNREAD = ("tool_choice", "temperature", "top_p", "max_output_tokens")
+"""Fields that clients send although Ollama reads none of them."""
 
 
 class AnswerFields(ModelFields, kw_only=True, forbid_unknown_fields=True):
@@ -208,7 +212,7 @@ class ModelRequest(accepting(msgspec.Struct, "verbose", "insecure")):  # type: i
         """Nothing depends on another field."""
 
 
-CHAT = msgspec.json.Decoder(ChatRequest)
+CHAT = msgspec.json.Decoder(accepting(ChatRequest, *_UNREAD))
 GENERATE = msgspec.json.Decoder(GenerateRequest)
 EMBED = msgspec.json.Decoder(EmbedRequest)
 MODEL = msgspec.json.Decoder(ModelRequest)

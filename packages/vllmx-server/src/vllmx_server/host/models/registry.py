@@ -93,6 +93,8 @@ class Models:
         default = self._configs[0].name
         own = default if name is None else self._names.get(name) or self._adapted(name) or name
         if own != default and own not in self._entries:
+            if self.default.takes_any_model and not self._entries:
+                return default
             served = listing(
                 [each for model in self._configs for each in (model.name, *model.aliases)]
             )
