@@ -74,6 +74,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "n_shared_experts": 1,
         "use_qk_norm": True,
     },
+    "mimo-v2-flash": {
+        "architectures": ["MiMoV2FlashForCausalLM"], "num_hidden_layers": 4, "head_dim": 16,
+        "v_head_dim": 8, "sliding_window": WINDOW, "n_routed_experts": 6, "rope_theta": None,
+        "partial_rotary_factor": 0.5, "layer_types": [*BOTH, *BOTH], "rope_parameters":
+            dict.fromkeys(BOTH, ROTATION | {"partial_rotary_factor": 0.5}),
+    },
     "minimax-m2": {
         "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 5, "rotary_dim": 8,
     },

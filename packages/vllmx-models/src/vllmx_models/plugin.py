@@ -89,6 +89,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe", table="MOE_GGUF"),
         _model("llama", "LlamaForCausalLM", gguf=True),
         _model("mimo", "MiMoForCausalLM", "llama_variants", gguf=False),
+        _model("mimo_v2_flash", "MiMoV2FlashForCausalLM", gguf="mimo2"),
         _model("llama4", "Llama4ForCausalLM", gguf=True),
         _model("mamba", "MambaForCausalLM", gguf=True),
         _model("mamba2", "Mamba2ForCausalLM", "mamba", gguf=True, table="MAMBA2_GGUF"),

@@ -21,6 +21,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.pool import KINDS as POOLS
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
@@ -325,6 +326,26 @@ def _scale_by_case(width: int, values: int) -> Case:
         lambda ops, w, x: ops.scale(x, w["s"]),
         lambda b: b.vector("s", values),
     )
+
+
+@cases_of(Resize)
+def _resize_cases() -> Iterator[Case]:
+    sizes = ((40, 8, 12, 16), (40, 8, 5, 0), (33, 3, 10, 3), (24, 24, 1, 0), (48, 16, 40, 16))
+    return (_resize_case(*one) for one in sizes)
+
+
+def _resize_case(width: int, size: int, resized: int, kept: int) -> Case:
+    out = kept + (width - kept) // size * resized
+
+    def build(b: Builder) -> None:
+        b.embedding("embed", width)
+        b.linear("head", b.vocab_size, out)
+
+    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+        x = ops.resize(ops.embedding(step.tokens, w["embed"]), size, resized, kept)
+        return ops.logits(x, step.logit_rows, w["head"])
+
+    return Case(f"{size} to {resized} behind {kept} of {width}", build, body)
 
 
 @cases_of(SegmentAttention)

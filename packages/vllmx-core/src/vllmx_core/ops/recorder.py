@@ -40,6 +40,7 @@ from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
@@ -60,8 +61,8 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, Indexer, Compress, CompressedAttention, SegmentAttention, CrossAttention,
     ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleAt, ScaleBy, Gate, Clip, Route, Experts,
     Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold, Mix,
-    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send,
-    Recv,
+    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Resize,
+    Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -103,6 +104,7 @@ class Ops:
     scale_at = _recorded(ScaleAt.of)  # x times a factor of its position
     gate = _recorded(Gate.of)  # x * act(g)
     clip = _recorded(Clip.of)  # x within bounds
+    resize = _recorded(Resize.of)  # runs of features cut, or filled up with zeros
     experts = _recorded(Experts.of)  # (T, E) -> (T, E)
     logits = _recorded(Head.of)  # (L, E) -> (L, V)
     spread = _recorded(Spread.of)

@@ -13,6 +13,7 @@ from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.pool import Pool
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
@@ -194,6 +195,19 @@ def _slice(op: Slice, site: Site) -> list[Call]:
     first = site.address(op.x) + op.first * 4
     arguments = VxSlice(first, site.address(op.out), op.x.width, op.out.width)
     return [site.call(op, "slice", arguments)]
+
+
+class VxResize(Structure):
+    """Arguments of `resize`; native/rows.cpp."""
+
+    _fields_ = [*pointers("x y"), *ints("kept size resized runs")]
+
+
+@OPS.add(Resize)
+def _resize(op: Resize, site: Site) -> list[Call]:
+    runs = (op.x.width - op.kept) // op.size
+    sizes = (op.kept, op.size, op.resized, runs)
+    return [site.call(op, "resize", VxResize(site.address(op.x), site.address(op.out), *sizes))]
 
 
 class VxPool(Structure):

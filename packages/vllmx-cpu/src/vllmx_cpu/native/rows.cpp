@@ -205,5 +205,28 @@ void slice(const void* args, const VxStep* step, VxCtx* ctx) {
 }
 VX_OP(slice, VxSlice)
 
+struct VxResize {
+  const float* x;                       // (T, kept + runs * size)
+  float* y;                             // (T, kept + runs * resized)
+  int32_t kept, size, resized, runs;
+};
+
+void resize(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxResize* a = (const VxResize*)args;
+  const size_t copied = (size_t)(a->size < a->resized ? a->size : a->resized);
+  const size_t zeros = (size_t)a->resized - copied;
+  for_rows(step, ctx, [=](int32_t row) {
+    const float* x = a->x + (size_t)row * (a->kept + (size_t)a->runs * a->size);
+    float* y = a->y + (size_t)row * (a->kept + (size_t)a->runs * a->resized);
+    memcpy(y, x, (size_t)a->kept * sizeof(float));
+    x += a->kept, y += a->kept;
+    for (int32_t run = 0; run < a->runs; ++run, x += a->size, y += a->resized) {
+      memcpy(y, x, copied * sizeof(float));
+      memset(y + copied, 0, zeros * sizeof(float));
+    }
+  });
+}
+VX_OP(resize, VxResize)
+
 }  // namespace VX_ISA
 }  // namespace vx

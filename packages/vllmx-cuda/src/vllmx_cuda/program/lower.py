@@ -33,6 +33,7 @@ from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
@@ -177,6 +178,14 @@ def _spread(op: Spread, to: Lowering) -> Enqueue:
     x, sources, y = to.place(op.x), to.vector(op.sources), to.place(op.out)
     arguments = (x, sources, y, op.out.width, op.x.width)
     return _by_rows(to, to.variant("spread", VX_VEC=1), op.out, arguments)
+
+
+@OPS.add(Resize)
+def _resize(op: Resize, to: Lowering) -> Enqueue:
+    width, sizes = op.out.width, (op.kept, op.size, op.resized)
+    kernel = to.variant("resize", VX_VEC=vector_width(*sizes))
+    arguments = (to.place(op.x), to.place(op.out), width, op.x.width, *sizes)
+    return _by_rows(to, kernel, op.out, arguments)
 
 
 @OPS.add(Pool, when=lambda op: op.kind != "max")

@@ -1,0 +1,85 @@
+"""OLMo Hybrid (OlmoHybridForCausalLM): three gated delta nets for each layer of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.blocks.norms import POST, LayerNorms
+from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
+from vllmx_models.config import ConfigReader
+from vllmx_models.configs.decoder import (
+    attention_mixer,
+    decoder_spec,
+    dense_mlp,
+    head_size,
+    layer_ropes,
+    num_layers,
+    rms,
+)
+from vllmx_models.trunks.decoder import Decoder, LayerSpec
+
+POSITIONS = 65536
+NORMS = LayerNorms("attention_layer_norm", None, "feedforward_layer_norm")
+"""Those of a layer without attention; the others have OLMo 2's, behind the blocks."""
+NAMES = DeltaNames(
+    qkv=("q_proj", "k_proj", "v_proj"),
+    conv=("q_conv1d", "k_conv1d", "v_conv1d"),
+    z="g_proj",
+    a="a_proj",
+    b="b_proj",
+    norm="o_norm",
+    out="o_proj",
+)
+KINDS = ("linear_attention", "full_attention")
+
+
+def olmo_hybrid(config: Mapping[str, Any]) -> Decoder:
+    """`layer_types` says which layers attend; released models rotate nothing."""
+    read = ConfigReader(config, "OlmoHybridForCausalLM")
+    read.refuse_quirks("attention_bias", "layer_types")
+    bias, count = read.flag("attention_bias", False), num_layers(read)
+    every_fourth = [KINDS[layer % 4 == 3] for layer in range(count)]
+    types = read.config.get("layer_types") or every_fourth
+    if not isinstance(types, list) or len(types) != count or not set(types) <= set(KINDS):
+        raise read.error("layer_types", f"must be {count} of {' or '.join(KINDS)}")
+    rotates = (read.config.get("rope_parameters") or {}).get("rope_theta") is not None
+    (rope,) = layer_ropes(read, head_size(read), [False], default_positions=POSITIONS)
+    attention = attention_mixer(
+        read,
+        head_size(read),
+        rope=rope if rotates else None,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=rms(read),
+        norm_weights="across",
+    )
+    mlp = dense_mlp(read)
+    both = {
+        "linear_attention": LayerSpec(delta(read), mlp, NORMS),
+        "full_attention": LayerSpec(attention, mlp, POST),
+    }
+    layers = tuple(both[kind] for kind in types)
+    return Decoder(decoder_spec(read, layers, default_positions=POSITIONS))
+
+
+def delta(read: ConfigReader) -> DeltaMixer:
+    """With negative eigenvalues a token writes up to twice of what its key lacks."""
+    if read.activation() != "silu":
+        raise read.error("hidden_act", "must be silu, which convolutions and gates have")
+    heads = read.integer("num_attention_heads")
+    keys = read.integer("linear_num_key_heads", heads)
+    values = read.integer("linear_num_value_heads", heads)
+    if values % keys:
+        raise read.error("linear_num_value_heads", f"must be a multiple of {keys} key heads")
+    size = read.integer("linear_key_head_dim", 3 * read.integer("hidden_size") // (4 * keys))
+    return DeltaMixer(
+        values,
+        keys,
+        size,
+        read.integer("linear_value_head_dim", 2 * size),
+        read.integer("linear_conv_kernel_dim", 4, low=2),
+        1e-5,
+        beta=2.0 if read.flag("linear_allow_neg_eigval", True) else 1.0,
+        names=NAMES,
+    )
