@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllmx_models.blocks.norms import POST, LayerNorms
+from vllmx_core.weights.spec import WeightSpec
+from vllmx_models.blocks.layer import renamed
+from vllmx_models.blocks.norms import POST, PRE
 from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
@@ -20,8 +22,11 @@ from vllmx_models.configs.decoder import (
 from vllmx_models.trunks.decoder import Decoder, LayerSpec
 
 POSITIONS = 65536
-NORMS = LayerNorms("attention_layer_norm", None, "feedforward_layer_norm")
-"""Those of a layer without attention; the others have OLMo 2's, behind the blocks."""
+RENAMED = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Norms by the names of published files."""
 NAMES = DeltaNames(
     qkv=("q_proj", "k_proj", "v_proj"),
     conv=("q_conv1d", "k_conv1d", "v_conv1d"),
@@ -35,7 +40,8 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def olmo_hybrid(config: Mapping[str, Any]) -> Decoder:
-    """`layer_types` says which layers attend; released models rotate nothing."""
+    """`layer_types` says which layers attend; released models have a rope_theta of null, which
+    rotates nothing."""
     read = ConfigReader(config, "OlmoHybridForCausalLM")
     read.refuse_quirks("attention_bias", "layer_types")
     bias, count = read.flag("attention_bias", False), num_layers(read)
@@ -43,7 +49,8 @@ def olmo_hybrid(config: Mapping[str, Any]) -> Decoder:
     types = read.config.get("layer_types") or every_fourth
     if not isinstance(types, list) or len(types) != count or not set(types) <= set(KINDS):
         raise read.error("layer_types", f"must be {count} of {' or '.join(KINDS)}")
-    rotates = (read.config.get("rope_parameters") or {}).get("rope_theta") is not None
+    rotation = read.config.get("rope_parameters") or read.config
+    rotates = rotation.get("rope_theta", 0) is not None
     (rope,) = layer_ropes(read, head_size(read), [False], default_positions=POSITIONS)
     attention = attention_mixer(
         read,
@@ -56,11 +63,23 @@ def olmo_hybrid(config: Mapping[str, Any]) -> Decoder:
     )
     mlp = dense_mlp(read)
     both = {
-        "linear_attention": LayerSpec(delta(read), mlp, NORMS),
+        "linear_attention": LayerSpec(delta(read), mlp, PRE),
         "full_attention": LayerSpec(attention, mlp, POST),
     }
     layers = tuple(both[kind] for kind in types)
-    return Decoder(decoder_spec(read, layers, default_positions=POSITIONS))
+    return OlmoHybrid(decoder_spec(read, layers, default_positions=POSITIONS))
+
+
+class OlmoHybrid(Decoder):
+    """The decoder that reads norms by either name."""
+
+    def trunk_weights(self) -> tuple[WeightSpec, ...]:
+        specs = super().trunk_weights()
+        for layer in range(len(self.spec.layers)):
+            for name, other in RENAMED.items():
+                names = [f"model.layers.{layer}.{one}" for one in (name, other)]
+                specs = tuple(renamed(spec, *names) for spec in specs)
+        return specs
 
 
 def delta(read: ConfigReader) -> DeltaMixer:
