@@ -90,6 +90,7 @@ def test_its_own_tests_pass(root: Path, installed: str) -> None:
     [
         ("An MoE decoder in one file", "flex_olmo.py"),
         ("Recurrent layers in one file", "mamba2.py"),
+        ("A hybrid in one file", "olmo_hybrid.py"),
         ("A model that answers with vectors in one file", "electra.py"),
     ],
 )

@@ -129,7 +129,7 @@ _VALUES, _SCALE, _LOCAL_THETA = (
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Sizes of values, and of layers with a window, beside what files of experts state."""
+    """Adds the sizes of values and of layers with a window to what files of experts state."""
     kv_heads, name = of_each_layer(header, KV_HEADS), header.architecture
     alike = {f"{name}.{KV_HEADS}": kv_heads[0]}
     alike[f"{name}.{_VALUES}"] = header.integer("attention.key_length")
