@@ -83,7 +83,7 @@ class OlmoHybrid(Decoder):
 
 
 def delta(read: ConfigReader) -> DeltaMixer:
-    """With negative eigenvalues a token writes up to twice of what its key lacks."""
+    """A token writes up to twice of what its key lacks where eigenvalues may be negative."""
     if read.activation() != "silu":
         raise read.error("hidden_act", "must be silu, which convolutions and gates have")
     heads = read.integer("num_attention_heads")

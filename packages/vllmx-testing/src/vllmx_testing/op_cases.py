@@ -18,6 +18,7 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.match_rms import MatchRms
 from vllmx_core.ops.pool import KINDS as POOLS
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recorder import Ops
@@ -27,6 +28,7 @@ from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.values import StepInputs, Value
 
@@ -326,6 +328,24 @@ def _scale_by_case(width: int, values: int) -> Case:
         lambda ops, w, x: ops.scale(x, w["s"]),
         lambda b: b.vector("s", values),
     )
+
+
+@cases_of(MatchRms)
+def _match_rms_cases() -> Iterator[Case]:
+    for width in (33, 130):
+        yield Case.between(
+            f"width {width}", width, lambda ops, w, x: ops.match_rms(x, ops.activation(x, "gelu"))
+        )
+
+
+@cases_of(Sparsify)
+def _sparsify_cases() -> Iterator[Case]:
+    for width, deviations in ((33, 0.5), (130, 1.6), (48, -0.3)):
+        yield Case.between(
+            f"{deviations} of {width}",
+            width,
+            lambda ops, w, x, cut=deviations: ops.sparsify(x, cut),
+        )
 
 
 @cases_of(Resize)

@@ -25,6 +25,7 @@ from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.match_rms import FLOOR, MatchRms
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList
@@ -42,6 +43,7 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.values import Value
@@ -218,6 +220,20 @@ def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
         op.eps,
     )
     return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), op.out, arguments)
+
+
+@OPS.add(MatchRms)
+def _match_rms(op: MatchRms, to: Lowering) -> Enqueue:
+    kernel = to.variant("match_rms", VX_VEC=vector_width(op.x.width))
+    arguments = (to.place(op.x), to.place(op.y), to.place(op.out), op.x.width, FLOOR)
+    return _by_rows(to, kernel, op.out, arguments)
+
+
+@OPS.add(Sparsify)
+def _sparsify(op: Sparsify, to: Lowering) -> Enqueue:
+    kernel = to.variant("sparsify", VX_VEC=vector_width(op.x.width))
+    arguments = (to.place(op.x), to.place(op.out), op.x.width, op.deviations)
+    return _by_rows(to, kernel, op.out, arguments)
 
 
 @OPS.add(GatedAct, when=lambda op: op.limit is None)
