@@ -56,7 +56,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("gemma2", "Gemma2ForCausalLM", "gemma", gguf=True, table="GEMMA2_GGUF"),
         _model("gemma3", "Gemma3ForConditionalGeneration", gguf=False),
         _model("gemma3_text", "Gemma3ForCausalLM", "gemma3", gguf="gemma3"),
-        _model("gemma3n_text", "Gemma3nForCausalLM", "gemma3n"),
+        _model("gemma3n_text", "Gemma3nForCausalLM", "gemma3n", gguf="gemma3n"),
         _model("gemma4", "Gemma4ForConditionalGeneration", gguf=False),
         _model("gemma4_text", "Gemma4ForCausalLM", "gemma4", gguf="gemma4"),
         _model("glm4", "Glm4ForCausalLM", gguf=True),

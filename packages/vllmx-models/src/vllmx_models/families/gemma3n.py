@@ -5,8 +5,11 @@ earlier ones."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from vllmx_models.blocks.altup import AltUp, LaurelMixer, SparseMLP
 from vllmx_models.blocks.dense import DenseMLP
@@ -24,8 +27,15 @@ from vllmx_models.configs.decoder import (
     sliding_pattern,
 )
 from vllmx_models.configs.text import inside_images, text_config
-from vllmx_models.families.gemma import HEAD_SIZE, gemma_activation
+from vllmx_models.families.gemma import HEAD_SIZE, gemma_activation, gemma_config
 from vllmx_models.families.gemma4 import kv_owner
+from vllmx_models.formats.gguf.architecture import (
+    HEAD_NORM_TENSORS,
+    SANDWICH_TENSORS,
+    GGUFArchitecture,
+)
+from vllmx_models.formats.gguf.gemma4 import PER_LAYER_TENSORS
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, LayerSpec
 
 DEFAULT_POSITIONS = 32768
@@ -114,3 +124,69 @@ def _feed_forwards(read: ConfigReader, count: int) -> list[FeedForward]:
         else:
             found.append(SparseMLP(width, activation, deviations=deviations))
     return found
+
+
+_KINDS = {True: "sliding_attention", False: "full_attention"}
+_SHARED, _WIDTHS, _DEVIATIONS = (
+    "attention.shared_kv_layers", "feed_forward_length", "activation_sparsity_scale",
+)  # fmt: skip
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Files have the cutoffs of sparse gates in standard deviations, -inf where gates are dense."""
+    name, count, given = header.architecture, header.integer("block_count"), dict(header.metadata)
+    shared = given.get(f"{name}.{_SHARED}")
+    if isinstance(shared, float) and shared.is_integer():  # as the first converters wrote it
+        given[f"{name}.{_SHARED}"] = int(shared)
+    header = replace(header, metadata=given)
+    widths = header.integers(_WIDTHS, count)
+    alike = replace(header, metadata={**given, f"{name}.{_WIDTHS}": widths[0]})
+    cap, slides = "final_logit_softcapping", "attention.sliding_window_pattern"
+    others = ("altup.num_inputs", "attention.sliding_window", "rope.freq_base_swa")
+    config = gemma_config(alike, *others, _SHARED, slides, cap)
+    cutoffs = given.get(f"{name}.{_DEVIATIONS}")
+    if not isinstance(cutoffs, np.ndarray) or len(cutoffs) != count or cutoffs.dtype.kind != "f":
+        raise header.error(_DEVIATIONS, f"must be {count} numbers")
+    table = header.tensors.get("per_layer_token_embd.weight")
+    return config | {
+        "intermediate_size": widths,
+        "layer_types": [_KINDS[one] for one in header.flags(slides, count)],
+        "sliding_window": header.integer("attention.sliding_window"),
+        "num_kv_shared_layers": header.integer(_SHARED, 0, low=0, high=count - 1),
+        "rope_local_base_freq": header.number("rope.freq_base_swa", 10_000.0),
+        "hidden_size_per_layer_input": header.integer("embedding_length_per_layer_input"),
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+        "altup_num_inputs": header.integer("altup.num_inputs"),
+        "altup_active_idx": header.integer("altup.active_idx", 0, low=0),
+        "altup_correct_scale": "blk.0.altup_correct_scale.weight" in header.tensors,
+        "laurel_rank": _rank(header),
+        cap: header.number(cap) if header.has(cap) else 30.0,
+        _SPARSITY: [round(NormalDist().cdf(float(one)), 6) for one in cutoffs],
+    }
+
+
+def _rank(header: GGUFHeader) -> int:
+    found = header.tensors.get("blk.0.laurel_l.weight")
+    return 64 if found is None else found.shape[0]
+
+
+_LAYER = "model.layers.{}"
+GGUF = GGUFArchitecture(
+    "Gemma3nForCausalLM",
+    {
+        **SANDWICH_TENSORS,
+        **HEAD_NORM_TENSORS,
+        **PER_LAYER_TENSORS,
+        "altup_proj.weight": "model.altup_projections",
+        "altup_unembd_proj.weight": "model.altup_unembed_projections",
+        "blk.{}.altup_correct_coef": f"{_LAYER}.altup.correction_coefs",
+        "blk.{}.altup_correct_scale.weight": f"{_LAYER}.altup.correct_output_scale",
+        "blk.{}.altup_predict_coef": f"{_LAYER}.altup.prediction_coefs",
+        "blk.{}.altup_router": f"{_LAYER}.altup.modality_router",
+        "blk.{}.altup_router_norm": f"{_LAYER}.altup.router_norm",
+        "blk.{}.laurel_l": f"{_LAYER}.laurel.linear_left",
+        "blk.{}.laurel_r": f"{_LAYER}.laurel.linear_right",
+        "blk.{}.laurel_post_norm": f"{_LAYER}.laurel.post_laurel_norm",
+    },
+    config=_gguf_config,
+)
