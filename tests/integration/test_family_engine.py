@@ -96,6 +96,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Gemma3ForCausalLM"], "sliding_window": WINDOW, "num_hidden_layers": 6,
         "sliding_window_pattern": 3,
     },
+    "gemma3n": {
+        "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": [*BOTH, *BOTH], "sliding_window": WINDOW, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.7, 0.5, 0.0, 0.0], "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 3000, "altup_num_inputs": 3, "rope_theta": None,
+        "rope_parameters": dict.fromkeys(BOTH, ROTATION),
+    },
     "gemma4-shared": GEMMA4 | {
         "architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096,

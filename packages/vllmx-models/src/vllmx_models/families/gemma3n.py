@@ -106,24 +106,22 @@ def gemma3n_text(config: Mapping[str, Any]) -> Decoder:
 
 def _feed_forwards(read: ConfigReader, count: int) -> list[FeedForward]:
     """A width and a share of closed gates for each layer, or one width for all."""
-    widths, activation = read.config.get("intermediate_size", 16384), gemma_activation(read)
-    widths = read.integers("intermediate_size", count) if isinstance(widths, list) else None
-    shares: Any = read.config.get(_SPARSITY)
+    activation, shares = gemma_activation(read), read.config.get(_SPARSITY)
+    if isinstance(read.config.get("intermediate_size"), list):
+        widths = read.integers("intermediate_size", count)
+    else:
+        widths = [read.integer("intermediate_size")] * count
     if shares is None:
-        shares = [0.95] * (10 if count > 10 else 0)
-        shares += [0.0] * (count - len(shares))
+        shares = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
     known = isinstance(shares, list) and len(shares) >= count
     if not known or any(type(one) not in (int, float) or not 0 <= one < 1 for one in shares):
         raise read.error(_SPARSITY, f"must be {count} numbers from 0 to below 1")
-    found: list[FeedForward] = []
-    for layer in range(count):
-        width = widths[layer] if widths else read.integer("intermediate_size")
-        deviations = NormalDist().inv_cdf(shares[layer]) if shares[layer] else None
-        if deviations is None:
-            found.append(DenseMLP(width, activation))
-        else:
-            found.append(SparseMLP(width, activation, deviations=deviations))
-    return found
+    return [
+        SparseMLP(width, activation, deviations=NormalDist().inv_cdf(share))
+        if share
+        else DenseMLP(width, activation)
+        for width, share in zip(widths, shares, strict=False)
+    ]
 
 
 _KINDS = {True: "sliding_attention", False: "full_attention"}
