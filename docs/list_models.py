@@ -131,8 +131,8 @@ What keeps well-known models from having a file of their own:
 MiMo-V2-Flash keeps zeros behind its values in the KV cache, as wide as its keys: 384 numbers of a
 head in place of 320, a fifth more memory. The published window counts the tokens before the token
 itself, 128, as transformers and SGLang read it; a GGUF file's counts the token, as in llama.cpp.
-Gemma 3n is served as text: files with towers for images and audio lose both. About 85 small ops of
-a layer mix its four streams.
+Gemma 3n is served as text: files with towers for images and audio lose both. About 70 of the
+110 ops of a layer mix its four streams, each a small one.
 
 Falcon, Falcon-H1, Gemma 3n, GPT-2, GPT-NeoX, Jamba, Kimi Linear and Mamba are read from GGUF files;
 `vllmx quantize` does not write them. `--isq` refuses GPT-2, whose matrices are stored by their input

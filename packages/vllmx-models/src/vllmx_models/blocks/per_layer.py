@@ -36,7 +36,7 @@ class PerLayerInput(Record):
         table = PartSpec(
             f"{self.model}.embed_tokens_per_layer.weight", self.vocab_size, first_col=first
         )
-        tables = (table,)
+        tables: tuple[PartSpec, ...] = (table,)
         if self.ids > self.vocab_size:
             repeated = RowRuns(0, 1, 0)
             tables = (table, replace(table, rows=self.ids - self.vocab_size, runs=repeated))

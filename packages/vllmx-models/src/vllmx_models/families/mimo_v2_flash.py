@@ -81,14 +81,15 @@ def mimo_v2_flash(config: Mapping[str, Any]) -> Decoder:
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with transformers' names of keys in place of the published ones. The published
     window does not count the token itself."""
-    found = DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    given = {key: value for key, value in config.items() if value is not None}
+    found: dict[str, Any] = {**DEFAULTS, **given}
     for old, new, names in (
         ("hybrid_layer_pattern", "layer_types", _KINDS),
         ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
     ):
-        given = found.get(old)
-        if isinstance(given, list) and all(one in (0, 1) for one in given):
-            found = {new: [names[one] for one in given], **found}
+        kinds = found.get(old)
+        if isinstance(kinds, list) and all(one in (0, 1) for one in kinds):
+            found = {new: [names[one] for one in kinds], **found}
             del found[old]
     if type(found.get("sliding_window_size")) is int:
         found["sliding_window"] = found["sliding_window_size"] + 1
