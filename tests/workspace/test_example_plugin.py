@@ -72,6 +72,7 @@ def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: st
         "model phi",
         "model flex-olmo",
         "model mamba2",
+        "model olmo-hybrid",
         "model electra",
         "model electra-classifier",
     ]

@@ -148,7 +148,7 @@ class AltUpStream(ResidualStream):
 
 
 class LaurelMixer(AttentionMixer):
-    """norm(attention(x)) + x + norm(right(left(x))): two low-rank matrices beside attention."""
+    """norm(attention(x)) + x + norm(right(left(x))): two low-rank matrices next to attention."""
 
     rank: int = 0
     norm: Norm = Norm(1e-6)

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model (Gemma3nForCausalLM): four streams by AltUp, LAuReL beside attention,
+"""Gemma 3n's text model (Gemma3nForCausalLM): four streams by AltUp, LAuReL next to attention,
 per-layer embeddings, sparse gates in the first layers, and last layers that read the pages of
 earlier ones."""
 
