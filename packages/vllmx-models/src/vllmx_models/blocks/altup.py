@@ -25,8 +25,6 @@ class AltUp(Record):
     streams: int  # N
     scales: bool = True
     """True if the block after the feed-forward reads the first stream times a vector."""
-    model: str = "model"
-    """The module of the projections between the embedding and the other streams."""
 
     def layer_weights(self, ours: str, theirs: str, hidden_size: int) -> tuple[WeightSpec, ...]:
         """A row of coefficients for each pair of streams, and one to correct each."""
@@ -52,10 +50,9 @@ class AltUp(Record):
         found = []
         for name, module in (("first", "altup_projections"), ("last", "altup_unembed_projections")):
             for index in range(self.streams - 1):
-                stacked = PartSpec(f"{self.model}.{module}", hidden_size, entry=index)
-                one = PartSpec(
-                    f"{self.model}.{module}.{index}.weight", hidden_size, alternatives=(stacked,)
-                )
+                stacked = PartSpec(f"model.{module}", hidden_size, entry=index)
+                source = f"model.{module}.{index}.weight"
+                one = PartSpec(source, hidden_size, alternatives=(stacked,))
                 found.append(WeightSpec(f"altup.{name}.{index}", "linear", (one,), hidden_size))
         return tuple(found)
 

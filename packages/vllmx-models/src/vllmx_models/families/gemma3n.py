@@ -26,7 +26,6 @@ from vllmx_models.configs.decoder import (
     scaled_where_full,
     sliding_pattern,
 )
-from vllmx_models.configs.text import inside_images, text_config
 from vllmx_models.families.gemma import HEAD_SIZE, gemma_activation, gemma_config
 from vllmx_models.families.gemma4 import kv_owner
 from vllmx_models.formats.gguf.architecture import (
@@ -42,24 +41,15 @@ DEFAULT_POSITIONS = 32768
 NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm")
 """The norm behind attention is the mixer's."""
 _SPARSITY = "activation_sparsity_pattern"
-_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262400,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-}
 
 
 def gemma3n_text(config: Mapping[str, Any]) -> Decoder:
     """Layers differ in window, width, sparsity and the owner of their pages."""
-    read = ConfigReader(text_config(config, _DEFAULTS), "Gemma3nForCausalLM")
+    read = ConfigReader(config, "Gemma3nForCausalLM")
     read.refuse_quirks("attention_bias", "layer_types", "sliding_window", "final_logit_softcapping")
     if read.integer("altup_active_idx", 0, low=0) != 0:
         raise read.error("altup_active_idx", "is not known here: the first stream, 0")
-    names, norm = inside_images(config), rms(read)
-    model = names.embedding.removesuffix(".embed_tokens")
-    sliding, activation = sliding_pattern(read, 5), gemma_activation(read)
+    norm, sliding, activation = rms(read), sliding_pattern(read, 5), gemma_activation(read)
     owners = len(sliding) - read.integer("num_kv_shared_layers", 15, low=0, high=len(sliding) - 1)
     by_type = scaled_where_full(read, 1_000_000.0, 10_000.0)
     head, bias = head_size(read, HEAD_SIZE), read.flag("attention_bias", False)
@@ -84,9 +74,8 @@ def gemma3n_text(config: Mapping[str, Any]) -> Decoder:
             shared_with=kv_owner(read, sliding[:owners], slides) if layer >= owners else None,
         )
         given = {name: getattr(mixer, name) for name in mixer.__struct_fields__}
-        own = PerLayerInput(
-            layer, inputs, vocab, activation, norm, model, read.integer("vocab_size")
-        )
+        ids = read.integer("vocab_size")
+        own = PerLayerInput(layer, inputs, vocab, activation, norm, ids=ids)
         laurel = LaurelMixer(**given, rank=rank, norm=norm)
         layers.append(LayerSpec(laurel, feed_forwards[layer], NORMS, own))
     streams = read.integer("altup_num_inputs", 4, low=2, high=16)
@@ -98,8 +87,7 @@ def gemma3n_text(config: Mapping[str, Any]) -> Decoder:
         norm=norm,
         embedding_scale=read.integer("hidden_size") ** 0.5,
         logit_softcap=read.optional("final_logit_softcapping", 30.0),
-        hyper=AltUp(streams, read.flag("altup_correct_scale", True), model),
-        names=names,
+        hyper=AltUp(streams, read.flag("altup_correct_scale", True)),
     )
     return Decoder(spec)
 
