@@ -341,11 +341,12 @@ def _match_rms_cases() -> Iterator[Case]:
 @cases_of(Sparsify)
 def _sparsify_cases() -> Iterator[Case]:
     for width, deviations in ((33, 0.5), (130, 1.6), (48, -0.3)):
-        yield Case.between(
-            f"{deviations} of {width}",
-            width,
-            lambda ops, w, x, cut=deviations: ops.sparsify(x, cut),
-        )
+        yield _sparsify_case(width, deviations)
+
+
+def _sparsify_case(width: int, deviations: float) -> Case:
+    name = f"{deviations} of {width}"
+    return Case.between(name, width, lambda ops, w, x: ops.sparsify(x, deviations))
 
 
 @cases_of(Resize)
