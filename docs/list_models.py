@@ -136,9 +136,9 @@ Gemma 3n is served as text: files with towers for images and audio lose both. Ab
 
 Falcon, Falcon-H1, Gemma 3n, GPT-2, GPT-NeoX, Jamba, Kimi Linear and Mamba are read from GGUF
 files; `vllmx quantize` does not write them. `--isq` refuses GPT-2, whose matrices are stored by
-their input features. For Phi-3.5-MoE's GGUF files vllmx uses layer norms and SparseMixer with the published
-jitter of 0.01, as its authors do; llama.cpp uses RMS norms and weights of experts that add up to
-one.
+their input features. For Phi-3.5-MoE's GGUF files vllmx uses layer norms and SparseMixer with the
+published jitter of 0.01, as its authors do; llama.cpp uses RMS norms and weights of experts that
+add up to one.
 
 The `cuda` backend lacks SparseMixer and the decays of Mamba 1: it refuses Phi-3.5-MoE, Jamba, Mamba
 1 and Falcon Mamba by name. With tensor parallelism each rank computes all of a layer of Mamba 1.
