@@ -118,20 +118,27 @@ What keeps well-known models from having a file of their own:
 | model | what vllmx lacks | served |
 |-|-|-|
 | Qwen4-Exp | gated residuals, embeddings of n-grams, an own indexer | by transformers' code |
-| MiMo-V2-Flash | heads of values shorter than those of keys | by transformers' code |
-| Step 3.5 and 3.7 | clamps in shared experts, gates of heads | no |
+| Step 3.5 and 3.7 | clamps behind activations, gates of heads | no |
 | MiniMax M3 | block-sparse attention | no |
 | Kimi K3 | its activation, output gate and residuals | no |
-| Ling 2.5, OLMo Hybrid | their recurrent layers | by transformers' code |
-| Gemma 3n (text) | several streams in a layer, sparse activations | by transformers' code |
+| Ling 2.5 (BailingMoeV2_5) | linear attention that rotates its keys | by transformers' code |
+| LongCat-Flash | experts that pass a token on unchanged | by transformers' code |
+| dots3 note | the layers of its text | by transformers' code |
+| OLMo Hybrid | nothing: a plugin has it ([plugins.md](plugins.md)) | by transformers' code |
 | BLOOM, MPT, Falcon RW | biases that grow with the distance (ALiBi) | by transformers' code |
 | OPT-350M | norms behind sums, embeddings of another size | by transformers' code |
 
-GPT-2, GPT-NeoX, Falcon, Falcon-H1, Jamba, Kimi Linear and Mamba are read from GGUF files; `vllmx
-quantize` does not write them. `--isq` refuses GPT-2, whose matrices are stored by their input
-features. For Phi-3.5-MoE's GGUF files vllmx uses layer norms and SparseMixer with the published
-jitter of 0.01, as its authors do; llama.cpp uses RMS norms and weights of experts that add up to
-one.
+MiMo-V2-Flash keeps zeros behind its values in the KV cache, as wide as its keys: 384 numbers of a
+head in place of 320, a fifth more memory. The published window counts the tokens before the token
+itself, 128, as transformers and SGLang read it; a GGUF file's counts the token, as in llama.cpp.
+Gemma 3n is served as text: files with towers for images and audio lose both. About 70 of the
+110 ops of a layer mix its four streams, each a small one.
+
+Falcon, Falcon-H1, Gemma 3n, GPT-2, GPT-NeoX, Jamba, Kimi Linear and Mamba are read from GGUF
+files; `vllmx quantize` does not write them. `--isq` refuses GPT-2, whose matrices are stored by
+their input features. For Phi-3.5-MoE's GGUF files vllmx uses layer norms and SparseMixer with the
+published jitter of 0.01, as its authors do; llama.cpp uses RMS norms and weights of experts that
+add up to one.
 
 The `cuda` backend lacks SparseMixer and the decays of Mamba 1: it refuses Phi-3.5-MoE, Jamba, Mamba
 1 and Falcon Mamba by name. With tensor parallelism each rank computes all of a layer of Mamba 1.

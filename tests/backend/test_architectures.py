@@ -103,6 +103,33 @@ class TestGemma3(Served):
     bad_configs = ({"layer_types": ["chunked_attention"] * 3}, {"query_pre_attn_scalar": -1})
 
 
+class TestGemma3n(Served):
+    """Ids beyond the per-layer table, and layers of all kinds that share pages."""
+
+    config = BY_LAYER_TYPE | {
+        "architectures": ["Gemma3nForCausalLM"],
+        "model_type": "gemma3n_text",
+        "head_dim": 20,
+        "sliding_window": 11,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [72, 60, 72, 72],
+        "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 50,
+        "laurel_rank": 6,
+        "altup_num_inputs": 3,
+    }
+    bad_configs = (
+        {"num_kv_shared_layers": 3},
+        {"altup_active_idx": 1},
+        {"activation_sparsity_pattern": [1.0] * 4},
+        {"activation_sparsity_pattern": 0.5},
+        {"intermediate_size": [72]},
+    )
+
+
 GEMMA4 = BY_LAYER_TYPE | {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",

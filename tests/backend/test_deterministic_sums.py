@@ -19,7 +19,7 @@ from vllmx_testing.model_suite import random_weights
 
 from .cpu_ranks import cpu_ranks, logits
 from .served_models import QWEN2_MOE
-from .test_sharding import LLAMA
+from .test_sharding import CONFIGS, LLAMA
 
 REGISTRY = load_registry()
 TEXT = [(7 * at * at + 3) % 59 for at in range(45)]
@@ -29,6 +29,7 @@ TINY: dict[str, dict[str, Any]] = {
     "biases, 1 kv head": LLAMA
     | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "experts": LLAMA | QWEN2_MOE,
+    "values smaller than keys": CONFIGS["values smaller than keys"],
 }
 
 

@@ -256,6 +256,37 @@ class TestMiniMaxM2(Served):
     bad_configs = ({"scoring_func": "softmax"}, {"rotary_dim": 17}, {"use_qk_norm": False})
 
 
+ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334}
+
+
+class TestMiMoV2Flash(Served):
+    """Values of 12 numbers beside keys of 20; layers with a window have twice the kv heads."""
+
+    config = SMALL | {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "head_dim": 20,
+        "v_head_dim": 12,
+        "sliding_window": 11,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": ROTATED | {"rope_theta": 5e6},
+            "sliding_attention": ROTATED,
+        },
+    }
+    bad_configs = (
+        {"v_head_dim": 21},
+        {"swa_v_head_dim": 10},
+        {"swa_num_key_value_heads": 3},
+        {"attention_value_scale": 0},
+        {"scoring_func": "softmax"},
+    )
+
+
 class TestMixtral(Served):
     config = SMALL | {
         "architectures": ["MixtralForCausalLM"],

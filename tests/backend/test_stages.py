@@ -43,8 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         test_recurrent_architectures,
     ).items()
 } | {"tied": LLAMA | {"tie_word_embeddings": True}}
-UNCUT = {"TestGemma4Shared"}
-"""The second half of its layers reads the pages of the first."""
+UNCUT = {"TestGemma3n", "TestGemma4Shared"}
+"""The second half of their layers reads the pages of the first."""
 
 
 def options(**more: Any) -> LoadOptions:
@@ -178,6 +178,11 @@ def test_layers_that_read_the_pages_of_others_stay_with_them() -> None:
     )
     shapes = [staged(model, source, options(), stage, 2).shape for stage in range(2)]
     assert [len(shape.caches) for shape in shapes] == [2, 4]
+    check(model, source, 3)
+
+
+def test_several_streams_cross_a_cut() -> None:
+    model, source = of(CONFIGS["TestGemma3n"] | {"num_kv_shared_layers": 0})
     check(model, source, 3)
 
 

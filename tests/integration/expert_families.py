@@ -162,6 +162,11 @@ FAMILIES = {
     "granite-moe": _family(
         "granitemoe", "GraniteMoe", LOCAL | {"attention_multiplier": 0.2}, experts=in_a_list
     ),
+    "mimo-v2-flash": _family(
+        "mimo_v2_flash", "MiMoV2Flash",
+        {"n_routed_experts": COUNT, "v_head_dim": 16, "sliding_window": 16},
+        dense=r"lm_head|embed|norm|(^|\.)gate$",
+    ),
     "minimax-m2": _family("minimax_m2", "MiniMaxM2", LOCAL | {"rotary_dim": 16}),
     "qwen3.5-moe": _family("qwen3_5_moe_text", "Qwen3_5Moe", EXPERTS | DELTA),
     "qwen3-next": _family("qwen3_next", "Qwen3Next", EXPERTS | DELTA),

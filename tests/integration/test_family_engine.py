@@ -74,6 +74,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "n_shared_experts": 1,
         "use_qk_norm": True,
     },
+    "mimo-v2-flash": {
+        "architectures": ["MiMoV2FlashForCausalLM"], "num_hidden_layers": 4, "head_dim": 16,
+        "v_head_dim": 8, "sliding_window": WINDOW, "n_routed_experts": 6, "rope_theta": None,
+        "partial_rotary_factor": 0.5, "layer_types": [*BOTH, *BOTH], "rope_parameters":
+            dict.fromkeys(BOTH, ROTATION | {"partial_rotary_factor": 0.5}),
+    },
     "minimax-m2": {
         "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 5, "rotary_dim": 8,
     },
@@ -89,6 +95,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"], "sliding_window": WINDOW, "num_hidden_layers": 6,
         "sliding_window_pattern": 3,
+    },
+    "gemma3n": {
+        "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": [*BOTH, *BOTH], "sliding_window": WINDOW, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.7, 0.5, 0.0, 0.0], "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 3000, "altup_num_inputs": 3, "rope_theta": None,
+        "rope_parameters": dict.fromkeys(BOTH, ROTATION),
     },
     "gemma4-shared": GEMMA4 | {
         "architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 2,

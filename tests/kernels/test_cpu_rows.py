@@ -12,11 +12,23 @@ import pytest
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import KINDS, GateKind, gate
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
+from vllmx_core.ops.match_rms import FLOOR, match_rms
+from vllmx_core.ops.resize import resize
 from vllmx_core.ops.scale_at import scale_at
 from vllmx_core.ops.scale_by import scale_by
+from vllmx_core.ops.sparsify import sparsify
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.reference import formulas as reference
-from vllmx_cpu.lowering.rows import VxClip, VxGate, VxHeadNorm, VxScaleAt, VxScaleBy, VxSpread
+from vllmx_cpu.lowering.rows import (
+    VxClip,
+    VxGate,
+    VxHeadNorm,
+    VxMagnitude,
+    VxResize,
+    VxScaleAt,
+    VxScaleBy,
+    VxSpread,
+)
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, VxStep
 
@@ -139,6 +151,38 @@ def test_scale_by(isa: Isa, run_op: RunOp, width: int, span: int) -> None:
     arguments = VxScaleBy(x.ctypes.data, w.ctypes.data, y.ctypes.data, width, span)
     run_op(isa, "scale_by", arguments, VxStep(T=ROWS), 2)
     np.testing.assert_array_equal(y, scale_by(x, w))
+
+
+@pytest.mark.parametrize(
+    ("size", "resized", "kept"), [(8, 12, 16), (8, 5, 0), (3, 10, 3), (33, 33, 1), (16, 40, 16)]
+)
+def test_resize(isa: Isa, run_op: RunOp, size: int, resized: int, kept: int) -> None:
+    x = values(ROWS, kept + 3 * size)
+    y = np.full((ROWS, kept + 3 * resized), np.nan, np.float32)
+    arguments = VxResize(x.ctypes.data, y.ctypes.data, kept, size, resized, 3)
+    run_op(isa, "resize", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y, resize(x, kept, size, resized))
+
+
+@pytest.mark.parametrize("width", [1, 33, 130])
+def test_match_rms(isa: Isa, run_op: RunOp, width: int) -> None:
+    x, other = values(ROWS, width), values(ROWS, width, seed=1)
+    x[0] *= 1e-4  # below the floor
+    y = np.empty_like(x)
+    arguments = VxMagnitude(x.ctypes.data, other.ctypes.data, y.ctypes.data, width, FLOOR)
+    run_op(isa, "match_rms", arguments, VxStep(T=ROWS), 2)
+    wanted = match_rms(x.astype(np.float64), other.astype(np.float64))
+    np.testing.assert_allclose(y, wanted, rtol=3e-6)
+    assert np.abs(wanted[0]).max() < 0.1 < np.abs(wanted[1]).max()
+
+
+@pytest.mark.parametrize(("width", "deviations"), [(1, 0.5), (33, 1.6), (130, -0.3)])
+def test_sparsify(isa: Isa, run_op: RunOp, width: int, deviations: float) -> None:
+    x = values(ROWS, width) + np.float32(3)
+    y = np.empty_like(x)
+    arguments = VxMagnitude(x.ctypes.data, None, y.ctypes.data, width, deviations)
+    run_op(isa, "sparsify", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_allclose(y, sparsify(x.astype(np.float64), deviations), atol=3e-6)
 
 
 @pytest.mark.parametrize(("width", "some"), [(33, 33), (130, 48), (37, 20)])

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import GateKind, gate
+from vllmx_core.ops.resize import resize
 from vllmx_core.ops.scale_at import scale_at
 from vllmx_core.ops.scale_by import scale_by
+from vllmx_core.ops.sparsify import sparsify
 from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
@@ -106,6 +108,34 @@ def test_scale_by(emulator: Emulator, dtype: str, width: int, span: int) -> None
     )
     emulator.launch(variant, {"rows": rows, "width": width}, [x, w, y, width, span])
     assert_near(y, scale_by(wide(x), wide(w)), dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_TYPES)
+@pytest.mark.parametrize(
+    ("size", "resized", "kept"),
+    [(8, 16, 24), (8, 5, 0), (6, 10, 2), (128, 192, 384), (1, 1, 0), (4, 12, 8)],
+)
+def test_resize(emulator: Emulator, dtype: str, size: int, resized: int, kept: int) -> None:
+    rows = 1 if size == 1 else 3
+    x = normal(np.random.default_rng(size), (rows, kept + rows * size), dtype)
+    y = empty((rows, kept + rows * resized), x.dtype)
+    variant = KERNELS["resize"].variant(**options(dtype, VX_VEC=vector_width(kept, size, resized)))
+    width, sizes = y.shape[1], (kept, size, resized)
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, y, width, x.shape[1], *sizes])
+    assert_near(y, resize(wide(x), *sizes), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
+def test_magnitudes(emulator: Emulator, dtype: str, width: int) -> None:
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x, other = normal(rng, (rows, width), dtype), normal(rng, (rows, width), dtype)
+    y, sizes = empty((rows, width), x.dtype), {"rows": rows, "width": width}
+    chosen = options(dtype, VX_VEC=vector_width(width))
+    emulator.launch(KERNELS["match_rms"].variant(**chosen), sizes, [x, other, y, width, 0.5])
+    given, wanted = (np.square(wide(one)).mean(1, keepdims=True) for one in (x, other))
+    assert_near(y, wide(x) * np.sqrt(wanted / np.maximum(given, 0.5)), dtype)
+    emulator.launch(KERNELS["sparsify"].variant(**chosen), sizes, [x, y, width, 0.3])
+    assert_near(y, sparsify(wide(x), 0.3), dtype)
 
 
 @pytest.mark.parametrize(

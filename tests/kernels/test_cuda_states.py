@@ -155,7 +155,7 @@ def test_recurrence(emulator: Emulator, dtype: str, case: str) -> None:
     arguments = [
         qkv, a, b, a_log, dt_bias, None if delta else d, *padded(plan), pool, out, heads,
         spec.num_key_heads, spec.key_size, spec.value_size, int(spec.decay == "channel"),
-        int(spec.tiled), size + 3, spec.scale, spec.norm_eps, spec.dt_min, spec.dt_max,
+        int(spec.tiled), size + 3, spec.scale, spec.beta, spec.norm_eps, spec.dt_min, spec.dt_max,
     ]  # fmt: skip
     shape = {
         "rows": plan.num_rows + pad,

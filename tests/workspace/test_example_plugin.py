@@ -72,6 +72,7 @@ def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: st
         "model phi",
         "model flex-olmo",
         "model mamba2",
+        "model olmo-hybrid",
         "model electra",
         "model electra-classifier",
     ]
@@ -90,6 +91,7 @@ def test_its_own_tests_pass(root: Path, installed: str) -> None:
     [
         ("An MoE decoder in one file", "flex_olmo.py"),
         ("Recurrent layers in one file", "mamba2.py"),
+        ("A hybrid in one file", "olmo_hybrid.py"),
         ("A model that answers with vectors in one file", "electra.py"),
     ],
 )

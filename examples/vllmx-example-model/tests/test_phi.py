@@ -30,6 +30,7 @@ def test_plugin() -> None:
         "model phi",
         "model flex-olmo",
         "model mamba2",
+        "model olmo-hybrid",
         "model electra",
         "model electra-classifier",
     )

@@ -37,6 +37,13 @@ CASES = [
           "rope_parameters": {
               "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
               "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
+    Case("gemma3n", "gemma3n_text",
+         {"head_dim": 12, "sliding_window": parity.WINDOW, "num_hidden_layers": 5,
+          "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention",
+                                                      "full_attention"],
+          "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+          "vocab_size_per_layer_input": 61, "intermediate_size": [72, 56, 72, 72, 72],
+          "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0, 0.3]}),
     Case("gemma4-shared", "gemma4_text",
          {"head_dim": 12, "global_head_dim": 20, "sliding_window": WINDOW, "num_hidden_layers": 5,
           "layer_types": [*BOTH, *BOTH, "full_attention"], "num_kv_shared_layers": 2,

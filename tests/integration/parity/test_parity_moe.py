@@ -60,6 +60,11 @@ CASES = [
     Case("granitemoe", "granitemoe",
          {"num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
           "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    Case("mimo-v2-flash", "mimo_v2_flash",
+         {**GROUPED, "v_head_dim": 8, "sliding_window": parity.WINDOW, "n_group": 4,
+          "topk_group": 2, "routed_scaling_factor": 2.5, "rope_parameters": {
+              kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+              for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}}),
     Case("minimax-m2", "minimax_m2",
          {"num_local_experts": 7, "num_experts_per_tok": 3, "head_dim": 16,
           "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,

@@ -58,6 +58,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "head_dim": 32,
         "intermediate_size": 32, "rotary_dim": 16,
     },
+    "mimo2": SMALL | {
+        "architectures": ["MiMoV2FlashForCausalLM"], "n_routed_experts": 4, "head_dim": 32,
+        "v_head_dim": 16, "moe_intermediate_size": 32, "sliding_window": 24,
+        "partial_rotary_factor": 0.5, "layer_types": ["full_attention", "sliding_attention"],
+        "swa_num_key_value_heads": 4,
+    },
     "glm4moe": SMALL | {
         "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "head_dim": 32,
         "moe_intermediate_size": 32, "n_shared_experts": 2, "use_qk_norm": True,
@@ -75,6 +81,12 @@ METADATA: dict[str, dict[str, Any]] = {
         "logit_scale": 8.0,
     },
     "minimax-m2": {"expert_gating_func": 2, "rope.dimension_count": 16},
+    "mimo2": {
+        "expert_gating_func": 2, "rope.dimension_count": 16, "attention.sliding_window": 24,
+        "attention.value_scale": 0.707, "rope.freq_base_swa": 1e4,
+        "attention.sliding_window_pattern": [False, True], "attention.head_count_kv": [2, 4],
+        "attention.value_length": 16,
+    },
     "glm4moe": {
         "expert_gating_func": 2, "rope.dimension_count": 16, "expert_shared_count": 2,
         "leading_dense_block_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
@@ -120,7 +132,7 @@ def in_file(name: str, tensors: Mapping[str, F32]) -> dict[str, Any]:
             values = halves.swapaxes(1, 2).reshape(values.shape)
         known = key.replace("e_score_correction_bias", "e_score_correction.bias")
         new = names.get_name(known, try_suffixes=(".weight", ".bias"))
-        new = f"{new}.weight" if key.endswith("sinks") else new
+        new = f"{new}.weight" if key.endswith(("sinks", "sink_bias")) else new
         assert new is not None, key
         found[new] = values.reshape(-1) if "ffn_gate_inp_shexp" in new else values
     return {
@@ -139,9 +151,8 @@ def write(path: Path, name: str, tensors: Mapping[str, F32], experts: int, layer
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(96)
     writer.add_head_count(4)
-    writer.add_head_count_kv(2)
     writer.add_key_length(config.get("head_dim", 16))
-    writer.add_value_length(config.get("head_dim", 16))
+    own = {"attention.head_count_kv": 2, "attention.value_length": config.get("head_dim", 16)}
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e6)
     writer.add_expert_count(experts)
@@ -150,12 +161,13 @@ def write(path: Path, name: str, tensors: Mapping[str, F32], experts: int, layer
         writer.add_expert_feed_forward_length(32)
     if name in ("gpt-oss", "olmoe", "minimax-m2"):
         writer.add_expert_feed_forward_length(32)
-    for key, value in METADATA.get(name, {}).items():
+    for key, value in (own | METADATA.get(name, {})).items():
         add = {
             int: writer.add_uint32,
             float: writer.add_float32,
             str: writer.add_string,
             bool: writer.add_bool,
+            list: writer.add_array,
         }[type(value)]
         add(f"{name}.{key}", value)
     for key, values in tensors.items():

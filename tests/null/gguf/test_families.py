@@ -3,6 +3,7 @@ the `gguf` package, and read back as the same model with the same weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,6 +123,22 @@ def gemma4(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_freq_base_swa(1e4)
 
 
+def gemma3n(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(11)
+    writer.add_sliding_window_pattern([True, False] * 2)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(12)
+    writer.add_value_length(12)
+    writer.add_shared_kv_layers(2)
+    writer.add_embedding_length_per_layer_input(8)
+    writer.add_feed_forward_length([72, 60, 72, 72])
+    writer.add_altup_active_idx(0)
+    writer.add_altup_num_inputs(4)
+    writer.add_activation_sparsity_scale([1.6448536, 0.2533471, -math.inf, -math.inf])
+
+
 def gemma4_shared(writer: gguf.GGUFWriter) -> None:
     gemma4(writer)
     writer.add_head_count_kv(2)
@@ -165,6 +182,12 @@ def neox(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_dimension_count(6)
 
 
+GEMMA3N: dict[str, Any] = {
+    "intermediate_size": [72, 60, 72, 72], "num_hidden_layers": 4, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 11,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61,
+    "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0], "laurel_rank": 6, "rope_theta": 1e6,
+}  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "global_head_dim": 20,
     "sliding_window": 11,
@@ -222,6 +245,8 @@ CASES = [
     Case("stablelm", "StableLmForCausalLM", ARCH.STABLELM,
          {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True},
          lambda writer: writer.add_rope_dimension_count(6), epsilon="layer"),
+    Case("gemma3n", "Gemma3nForCausalLM", ARCH.GEMMA3N, GEMMA3N, gemma3n, sizes=False,
+         writes=False),
     Case("gemma4-shared", "Gemma4ForCausalLM", ARCH.GEMMA4,
          {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
           "vocab_size_per_layer_input": 61, "use_double_wide_mlp": True}, gemma4_shared,
@@ -261,6 +286,8 @@ def named(case: Case, config: Mapping[str, Any], model: Decoder) -> dict[str, np
     for name in source.names():
         values = case.convert(name, source.part(name).dequantize())
         stem, _, number = name.removesuffix(".weight").partition(".norms.")
+        if "projections." in name:  # the streams of Gemma 3n
+            stem, _, number = name.removesuffix(".weight").rpartition(".")
         if number:
             heads.setdefault(stem, []).append(values)
             continue
@@ -269,6 +296,8 @@ def named(case: Case, config: Mapping[str, Any], model: Decoder) -> dict[str, np
         if case.offset and name.endswith("norm.weight"):
             values = values + np.float32(case.offset)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith("correct_output_scale"):
+            new = f"{names.get_name(name)}.weight"
         if case.arch == ARCH.GEMMA4 and not name.endswith(".weight"):
             new = gemma4_name(names, name)
         assert new is not None, name

@@ -16,6 +16,12 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         ModelSpec(
             "mamba2", "vllmx_example_model.mamba2:mamba2", ("Mamba2ForCausalLM",), ("mamba2",)
         ),
+        ModelSpec(
+            "olmo-hybrid",
+            "vllmx_example_model.olmo_hybrid:olmo_hybrid",
+            ("OlmoHybridForCausalLM",),
+            ("olmo_hybrid",),
+        ),
         ModelSpec("electra", f"{electra}:electra", ("ElectraModel",)),
         ModelSpec(
             "electra-classifier",

@@ -21,6 +21,7 @@ def _type(*sizes: int, **others: Any) -> Mapping[str, Any]:
 
 TEXT_TYPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "cohere2": {"cohere2": _type(256000, 8192, 22528, 40, 64, 64, 8192)},
+    "gemma3n_text": {"gemma3n_text": _type(262400, 2048, 16384, 35, 8, 2, 32768)},
     "glm4": {
         "glm4v_text": _type(151552, 4096, 13696, 40, 32, 2, 32768, **_GLM),
         "glm_ocr_text": _type(59392, 1024, 4096, 16, 16, 8, 131072, **_GLM, attention_bias=False),

@@ -125,6 +125,7 @@ _EXPERTS = tuple(
         "KimiLinear",
         "Lfm2Moe",
         "Llama4",
+        "MiMoV2Flash",
         "MiniMaxM2",
         "Mistral4",
         "Mixtral",

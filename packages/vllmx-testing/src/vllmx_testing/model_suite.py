@@ -393,8 +393,8 @@ def _picks(part: PartSpec) -> bool:
 
 
 def _needed(spec: WeightSpec, part: PartSpec) -> Iterator[tuple[str, Shape]]:
-    if spec.shape is not None:
-        yield part.name, spec.shape
+    if (shape := spec.shape_of(part)) is not None:
+        yield part.name, shape
         return
     picked, cols = (spec.cols, part.rows) if part.turned else (part.rows, spec.cols)
     rows = picked if part.runs is None else int(part.runs.index(picked).max()) + 1

@@ -18,14 +18,17 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.match_rms import MatchRms
 from vllmx_core.ops.pool import KINDS as POOLS
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.values import StepInputs, Value
 
@@ -325,6 +328,45 @@ def _scale_by_case(width: int, values: int) -> Case:
         lambda ops, w, x: ops.scale(x, w["s"]),
         lambda b: b.vector("s", values),
     )
+
+
+@cases_of(MatchRms)
+def _match_rms_cases() -> Iterator[Case]:
+    for width in (33, 130):
+        yield Case.between(
+            f"width {width}", width, lambda ops, w, x: ops.match_rms(x, ops.activation(x, "gelu"))
+        )
+
+
+@cases_of(Sparsify)
+def _sparsify_cases() -> Iterator[Case]:
+    for width, deviations in ((33, 0.5), (130, 1.6), (48, -0.3)):
+        yield _sparsify_case(width, deviations)
+
+
+def _sparsify_case(width: int, deviations: float) -> Case:
+    name = f"{deviations} of {width}"
+    return Case.between(name, width, lambda ops, w, x: ops.sparsify(x, deviations))
+
+
+@cases_of(Resize)
+def _resize_cases() -> Iterator[Case]:
+    sizes = ((40, 8, 12, 16), (40, 8, 5, 0), (33, 3, 10, 3), (24, 24, 1, 0), (48, 16, 40, 16))
+    return (_resize_case(*one) for one in sizes)
+
+
+def _resize_case(width: int, size: int, resized: int, kept: int) -> Case:
+    out = kept + (width - kept) // size * resized
+
+    def build(b: Builder) -> None:
+        b.embedding("embed", width)
+        b.linear("head", b.vocab_size, out)
+
+    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+        x = ops.resize(ops.embedding(step.tokens, w["embed"]), size, resized, kept)
+        return ops.logits(x, step.logit_rows, w["head"])
+
+    return Case(f"{size} to {resized} behind {kept} of {width}", build, body)
 
 
 @cases_of(SegmentAttention)

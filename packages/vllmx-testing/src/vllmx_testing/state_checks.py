@@ -52,6 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
         "value_size": 1,
         "decay": "channel",
     },
+    "delta, twice the strength": DELTA | {"beta": 2.0},
     "ssd, limits": SSD | {"dt_min": 0.3, "dt_max": 0.6},
     "ssd, as released": SSD
     | {

@@ -32,6 +32,7 @@ from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentWeights
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.match_rms import MatchRms
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList, expect
@@ -40,6 +41,7 @@ from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
@@ -49,6 +51,7 @@ from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.slice import Slice
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.unfold import Unfold
@@ -60,8 +63,8 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, Indexer, Compress, CompressedAttention, SegmentAttention, CrossAttention,
     ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleAt, ScaleBy, Gate, Clip, Route, Experts,
     Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold, Mix,
-    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send,
-    Recv,
+    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Resize,
+    MatchRms, Sparsify, Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -103,6 +106,9 @@ class Ops:
     scale_at = _recorded(ScaleAt.of)  # x times a factor of its position
     gate = _recorded(Gate.of)  # x * act(g)
     clip = _recorded(Clip.of)  # x within bounds
+    match_rms = _recorded(MatchRms.of)  # x in the magnitude of y
+    sparsify = _recorded(Sparsify.of)  # features above a cutoff, less the cutoff
+    resize = _recorded(Resize.of)  # runs of features cut, or filled up with zeros
     experts = _recorded(Experts.of)  # (T, E) -> (T, E)
     logits = _recorded(Head.of)  # (L, E) -> (L, V)
     spread = _recorded(Spread.of)

@@ -34,7 +34,7 @@ class RecurrenceSpec(Record):
 
     - rule "delta": q and k are divided by their length, x / sqrt(sum(x^2) + norm_eps);
       decay = exp(-exp(a_log) * softplus(a + dt_bias)), one for the head or one for each row of S;
-      u = sigmoid(b) * (v - S^T k), S being the decayed one.
+      u = beta * sigmoid(b) * (v - S^T k), S being the decayed one.
     - rule "ssd": dt = softplus(a + dt_bias) within [dt_min, dt_max]; decay = exp(-exp(a_log) * dt),
       one for the head or one for each row of S; u = dt * v; d * v is added to out.
     """
@@ -51,6 +51,8 @@ class RecurrenceSpec(Record):
     """"channel": a decay for each row of S. With the delta rule `a` is (T, H * Dk) and `dt_bias`
     (H * Dk,); with "ssd", as in Mamba 1, `a_log` is (H * Dk,)."""
     tiled: bool = False
+    beta: float = 1.0
+    """Above 1 a token may turn what the state has for its key into the opposite."""
     norm_eps: float = 1e-6
     dt_min: float = 0.0
     dt_max: float = math.inf
@@ -212,7 +214,7 @@ def prepared(
     dt = xp.softplus(xp.wide(a) + weights.dt_bias)
     dt = xp.clip(dt, spec.dt_min, spec.dt_max).reshape(count, spec.num_heads, -1)
     decay = xp.exp(-xp.exp(weights.a_log).reshape(spec.num_heads, -1) * dt)
-    strength = dt if b is None else xp.sigmoid(xp.wide(b))[..., None]
+    strength = dt if b is None else xp.sigmoid(xp.wide(b))[..., None] * spec.beta
     return TokenInputs(q, k, v, decay[..., None], strength)
 
 

@@ -3,6 +3,7 @@ a share of it needs. Ops without a rule compute whole values on every rank."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
@@ -265,6 +267,24 @@ def _short_conv(op: ShortConv, share: Share, cutter: Cutter) -> Options:
     return {}
 
 
+def _resize_units(op: Resize, cutter: Cutter) -> Units | None:
+    """Cuts between runs, where x may be cut. Behind features that stay, runs have their size."""
+    fed = cutter.units(op.x)
+    if fed is None or (op.kept and fed != Units()):
+        return None
+    if op.kept:
+        return Units(op.resized)
+    return Units(math.lcm(fed.unit, op.size) // op.size * op.resized, fed.sections)
+
+
+def _resize(op: Resize, share: Share, cutter: Cutter) -> Options:
+    kept = share.between(0, op.kept)
+    runs = share.between(op.kept, share.whole).grouped(op.resized).spread(op.size)
+    behind = tuple((op.kept + begin, op.kept + end) for begin, end in runs.pieces)
+    cutter.value(op, op.x, Share(op.x.width, (*kept.pieces, *behind)))
+    return {"kept": kept.width}
+
+
 RULES: dict[type[Op], Rule] = {
     Linear: Rule(_linear_units, _linear),
     GatedAct: Rule(_pair_units, _pair),
@@ -278,4 +298,5 @@ RULES: dict[type[Op], Rule] = {
     Attention: Rule(_attention_units, _attention),
     Recurrence: Rule(_recurrence_units, _recurrence),
     ShortConv: Rule(_each_units, _short_conv),
+    Resize: Rule(_resize_units, _resize),
 }

@@ -99,10 +99,10 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
         return share_of(_part(whole, _unshared(wanted), source), wanted.share)
     wanted = resolved(source, wanted)
     part = source.part(wanted.name) if spec.role == "ids" else _numbers(source, wanted.name)
-    if spec.shape is not None:
+    if (shape := spec.shape_of(wanted)) is not None:
         if spec.kind in ("linear", "embedding"):
-            return _flattened(part, spec.shape, (wanted.rows, spec.cols))
-        return _shaped(part, spec.shape, wanted)
+            return _flattened(part, shape, (wanted.rows, spec.cols))
+        return _shaped(part, shape, wanted)
     if wanted.entry is not None:
         part = _of_stack(part, wanted.entry, axes=2 if spec.kind == "vector" else 3)
     fits = len(part.shape) == 2 and part.shape[1] == spec.cols

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -105,12 +106,19 @@ class WeightSpec(Record):
     """The shape of each tensor with more axes than the weight, which is flattened row-major. For a
     "vector", such as the taps of a convolution, `rows` counts values and `runs` picks along the
     first axis; for a "linear" of one tensor the result is (rows, cols). Axes of length 1 in the
-    file are ignored."""
+    file are ignored. A first axis of 0 is as long as the part's `rows` ask for."""
 
     @property
     def rows(self) -> int:
         """Rows of the weight, or of each matrix of a stack."""
         return sum(part.rows for part in self.parts) // self.count
+
+    def shape_of(self, part: PartSpec) -> tuple[int, ...] | None:
+        """`shape` of the tensor of a whole part."""
+        if self.shape is None or self.shape[0]:
+            return self.shape
+        rest = self.shape[1:]
+        return (part.rows // math.prod(rest), *rest)
 
     @property
     def matrices(self) -> tuple[WeightSpec, ...]:

@@ -12,12 +12,15 @@ from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.match_rms import FLOOR, MatchRms
 from vllmx_core.ops.pool import Pool
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.slice import Slice
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.values import Value
 
@@ -194,6 +197,37 @@ def _slice(op: Slice, site: Site) -> list[Call]:
     first = site.address(op.x) + op.first * 4
     arguments = VxSlice(first, site.address(op.out), op.x.width, op.out.width)
     return [site.call(op, "slice", arguments)]
+
+
+class VxMagnitude(Structure):
+    """Arguments of `match_rms` and `sparsify`; native/rows.cpp."""
+
+    _fields_ = [*pointers("x other y"), ("width", c_int32), ("number", c_float)]
+
+
+@OPS.add(MatchRms)
+def _match_rms(op: MatchRms, site: Site) -> list[Call]:
+    places = (site.address(op.x), site.address(op.y), site.address(op.out))
+    return [site.call(op, "match_rms", VxMagnitude(*places, op.x.width, FLOOR))]
+
+
+@OPS.add(Sparsify)
+def _sparsify(op: Sparsify, site: Site) -> list[Call]:
+    places = (site.address(op.x), None, site.address(op.out))
+    return [site.call(op, "sparsify", VxMagnitude(*places, op.x.width, op.deviations))]
+
+
+class VxResize(Structure):
+    """Arguments of `resize`; native/rows.cpp."""
+
+    _fields_ = [*pointers("x y"), *ints("kept size resized runs")]
+
+
+@OPS.add(Resize)
+def _resize(op: Resize, site: Site) -> list[Call]:
+    runs = (op.x.width - op.kept) // op.size
+    sizes = (op.kept, op.size, op.resized, runs)
+    return [site.call(op, "resize", VxResize(site.address(op.x), site.address(op.out), *sizes))]
 
 
 class VxPool(Structure):

@@ -35,7 +35,7 @@ class VxRecurrence(Structure):
         *pointers("qkv a b a_log dt_bias d out"),
         ("states", VxStates),
         *ints("heads key_heads key_size value_size delta channels tiled"),
-        *floats("scale norm_eps dt_min dt_max"),
+        *floats("scale beta norm_eps dt_min dt_max"),
     ]
 
 
@@ -90,6 +90,7 @@ def _recurrence(op: Recurrence, site: Site) -> list[Call]:
         tiled=int(spec.tiled),
         scale=spec.scale,
         norm_eps=spec.norm_eps,
+        beta=spec.beta,
         dt_min=spec.dt_min,
         dt_max=spec.dt_max,
     )

@@ -25,7 +25,7 @@ struct VxRecurrence {
   int32_t delta;         // 1: the delta rule; 0: ssd
   int32_t channels;      // a decay for each channel of the keys, 1: by steps (delta), 2: by rates (ssd)
   int32_t tiled;         // 1: head h reads key head h % Hk, else h / (H / Hk)
-  float scale, norm_eps, dt_min, dt_max;
+  float scale, beta, norm_eps, dt_min, dt_max;
 };
 
 namespace {
@@ -112,7 +112,7 @@ void prepare(const Head& h, int32_t first, int32_t count, int32_t pitch, Chunk* 
       store_some(chunk->decay + at + c, decay, n);
       store_some(chunk->asked + at + c, k * decay, n);
     });
-    if (a.delta) step = splat(1.0f) / (splat(1.0f) + exp(splat(-a.b[(size_t)token * a.heads + h.head])));
+    if (a.delta) step = splat(a.beta) / (splat(1.0f) + exp(splat(-a.b[(size_t)token * a.heads + h.head])));
     chunk->strength[i] = first_lane(step);
   }
 }

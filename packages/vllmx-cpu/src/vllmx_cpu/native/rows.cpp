@@ -205,5 +205,75 @@ void slice(const void* args, const VxStep* step, VxCtx* ctx) {
 }
 VX_OP(slice, VxSlice)
 
+struct VxResize {
+  const float* x;                       // (T, kept + runs * size)
+  float* y;                             // (T, kept + runs * resized)
+  int32_t kept, size, resized, runs;
+};
+
+void resize(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxResize* a = (const VxResize*)args;
+  const size_t copied = (size_t)(a->size < a->resized ? a->size : a->resized);
+  const size_t zeros = (size_t)a->resized - copied;
+  for_rows(step, ctx, [=](int32_t row) {
+    const float* x = a->x + (size_t)row * (a->kept + (size_t)a->runs * a->size);
+    float* y = a->y + (size_t)row * (a->kept + (size_t)a->runs * a->resized);
+    memcpy(y, x, (size_t)a->kept * sizeof(float));
+    x += a->kept, y += a->kept;
+    for (int32_t run = 0; run < a->runs; ++run, x += a->size, y += a->resized) {
+      memcpy(y, x, copied * sizeof(float));
+      memset(y + copied, 0, zeros * sizeof(float));
+    }
+  });
+}
+VX_OP(resize, VxResize)
+
+struct VxMagnitude {
+  const float *x, *other;  // (T, width); `other` of match_rms
+  float* y;
+  int32_t width;
+  float number;            // the least mean square, or the deviations of the cutoff
+};
+
+VX_INLINE float mean_square(const float* x, int32_t width, F32x16 mean) {
+  F32x16 squares = zero();
+  for_lanes(width, [&](int32_t i, int n) {
+    const F32x16 d = select(first_lanes(n), load_some(x + i, n) - mean, zero());
+    squares = fma(d, d, squares);
+  });
+  return reduce_add(squares) / (float)width;
+}
+
+void match_rms(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxMagnitude* a = (const VxMagnitude*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    const size_t begin = (size_t)row * a->width;
+    const float given = mean_square(a->x + begin, a->width, zero());
+    const float wanted = mean_square(a->other + begin, a->width, zero());
+    const F32x16 factor = splat(__builtin_sqrtf(wanted / (given < a->number ? a->number : given)));
+    for_lanes(a->width, [=](int32_t i, int n) {
+      store_some(a->y + begin + i, load_some(a->x + begin + i, n) * factor, n);
+    });
+  });
+}
+VX_OP(match_rms, VxMagnitude)
+
+void sparsify(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxMagnitude* a = (const VxMagnitude*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    const float* x = a->x + (size_t)row * a->width;
+    float* y = a->y + (size_t)row * a->width;
+    F32x16 total = zero();
+    for_lanes(a->width, [&](int32_t i, int n) { total = total + load_some(x + i, n); });
+    const F32x16 mean = splat(reduce_add(total) / (float)a->width);
+    const F32x16 above = splat(a->number * __builtin_sqrtf(mean_square(x, a->width, mean)));
+    for_lanes(a->width, [=](int32_t i, int n) {
+      const F32x16 v = load_some(x + i, n) - mean - above;
+      store_some(y + i, select(v < zero(), zero(), v), n);
+    });
+  });
+}
+VX_OP(sparsify, VxMagnitude)
+
 }  // namespace VX_ISA
 }  // namespace vx

@@ -60,6 +60,20 @@ KERNELS = (
         ROW_OPTIONS,
     ),
     kernel(
+        "magnitude.cu",
+        "match_rms(in elem* x, in elem* other, out elem* y, i32 width, f32 floor)",
+        "rows width",
+        one_block_a_row,
+        ROW_OPTIONS,
+    ),
+    kernel(
+        "magnitude.cu",
+        "sparsify(in elem* x, out elem* y, i32 width, f32 deviations)",
+        "rows width",
+        one_block_a_row,
+        ROW_OPTIONS,
+    ),
+    kernel(
         "head_norm.cu",
         "head_norm(in elem* qkv, in f32* q_norm?, in f32* k_norm?, out elem* out, i32 heads,"
         " i32 kv_heads, i32 size, i32 across, i32 layer, i32 values, f32 eps)",

@@ -93,6 +93,10 @@ KERNELS = (
         VX_VEC=(1,),
     ),
     row_kernel(
+        "gather.cu",
+        "resize(in elem* x, out elem* y, i32 width, i32 pitch, i32 kept, i32 size, i32 resized)",
+    ),
+    row_kernel(
         "pool.cu", "pool_mean(in elem* x, in i32* first, in i32* last, out elem* y, i32 width)"
     ),
     row_kernel(

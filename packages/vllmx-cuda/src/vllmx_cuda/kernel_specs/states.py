@@ -64,7 +64,7 @@ KERNELS = (
         " in f32* d?, in i32* query_start, in i32* state_from, in i32* state_to,"
         " in i32* state_after, inout f32* states, inout elem* out, i32 heads, i32 key_heads,"
         " i32 keys, i32 values, i32 channels, i32 tiled, i64 slot_floats,"
-        " f32 scale, f32 norm_eps, f32 dt_min, f32 dt_max)",
+        " f32 scale, f32 beta, f32 norm_eps, f32 dt_min, f32 dt_max)",
         "rows heads keys values",
         _recurrence,
         _CONV_OPTIONS | {"VX_KEYS": KEYS, "VX_VEC": VECTORS, "VX_KEEPS": (0, 1)},

@@ -68,7 +68,7 @@ recurrence(const elem* __restrict__ qkv, const elem* __restrict__ a, const elem*
            const float* __restrict__ a_log, const float* __restrict__ dt_bias, const float* __restrict__ d,
            const int* __restrict__ query_start, const int* __restrict__ state_from, const int* __restrict__ state_to,
            const int* __restrict__ state_after, float* states, elem* __restrict__ out, int heads, int key_heads, int keys, int values, int channels,
-           int tiled, long long slot_floats, float scale, float norm_eps, float dt_min, float dt_max) {
+           int tiled, long long slot_floats, float scale, float beta, float norm_eps, float dt_min, float dt_max) {
   int row = blockIdx.x, head = blockIdx.y, source = state_from[row], target = state_to[row];
   if (target < 0) return;  // padding
   int first = threadIdx.x % PARTS * VX_KEYS, column = blockIdx.z * (128 / PARTS) + threadIdx.x / PARTS;
@@ -105,7 +105,7 @@ recurrence(const elem* __restrict__ qkv, const elem* __restrict__ a, const elem*
       times(s, expf(rate * strength));
     }
     float v = inside ? to_float(x[2 * key_heads * keys + head * values + column]) : 0.f;
-    if (b) strength = 1.f / (1.f + expf(-to_float(b[of_head])));
+    if (b) strength = beta / (1.f + expf(-to_float(b[of_head])));
     float u = strength * (b ? v - dot_rows(s, k) : v);
 #pragma unroll
     for (int i = 0; i < VX_KEYS; i++) s[i] += k[i] * u;

@@ -25,6 +25,7 @@ from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.match_rms import FLOOR, MatchRms
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList
@@ -33,6 +34,7 @@ from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.resize import Resize
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
@@ -41,6 +43,7 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
+from vllmx_core.ops.sparsify import Sparsify
 from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.values import Value
@@ -179,6 +182,14 @@ def _spread(op: Spread, to: Lowering) -> Enqueue:
     return _by_rows(to, to.variant("spread", VX_VEC=1), op.out, arguments)
 
 
+@OPS.add(Resize)
+def _resize(op: Resize, to: Lowering) -> Enqueue:
+    width, sizes = op.out.width, (op.kept, op.size, op.resized)
+    kernel = to.variant("resize", VX_VEC=vector_width(*sizes))
+    arguments = (to.place(op.x), to.place(op.out), width, op.x.width, *sizes)
+    return _by_rows(to, kernel, op.out, arguments)
+
+
 @OPS.add(Pool, when=lambda op: op.kind != "max")
 def _pool(op: Pool, to: Lowering) -> Enqueue:
     x, y, width = to.place(op.x), to.place(op.out), op.x.width
@@ -209,6 +220,20 @@ def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
         op.eps,
     )
     return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), op.out, arguments)
+
+
+@OPS.add(MatchRms)
+def _match_rms(op: MatchRms, to: Lowering) -> Enqueue:
+    kernel = to.variant("match_rms", VX_VEC=vector_width(op.x.width))
+    arguments = (to.place(op.x), to.place(op.y), to.place(op.out), op.x.width, FLOOR)
+    return _by_rows(to, kernel, op.out, arguments)
+
+
+@OPS.add(Sparsify)
+def _sparsify(op: Sparsify, to: Lowering) -> Enqueue:
+    kernel = to.variant("sparsify", VX_VEC=vector_width(op.x.width))
+    arguments = (to.place(op.x), to.place(op.out), op.x.width, op.deviations)
+    return _by_rows(to, kernel, op.out, arguments)
 
 
 @OPS.add(GatedAct, when=lambda op: op.limit is None)

@@ -107,6 +107,7 @@ def recurrence(op: Recurrence, to: Lowering) -> Enqueue:
         int(spec.tiled),
         states.slot_floats,
         spec.scale,
+        spec.beta,
         spec.norm_eps,
         spec.dt_min,
         spec.dt_max,

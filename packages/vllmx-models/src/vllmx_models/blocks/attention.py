@@ -82,6 +82,11 @@ class AttentionMixer(Record):
     norm across all heads of q and one across those of k, or none."""
     clip: float | None = None
     """Queries, keys and values are held within +-clip; not with a `qk_norm` of shared weights."""
+    value_size: int | None = None
+    """The size of value heads, below D, without `v_norm` and `gated`; None: D. Pages have zeros
+    behind them."""
+    value_scale: float = 1.0
+    """The factor of values."""
     v_norm: bool = False
     """True if value heads get an RMS norm without a weight."""
     shared_with: int | None = None
@@ -135,7 +140,7 @@ class AttentionMixer(Record):
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs = names.ours, names.within(self.names.module)
-        width = self.num_heads * self.head_size
+        width = self.num_heads * (self.value_size or self.head_size)
         qkv = WeightSpec(
             f"{ours}.qkv", "linear", self._qkv_parts(theirs), names.hidden_size, "column"
         )
@@ -182,6 +187,9 @@ class AttentionMixer(Record):
             name = f"layers.{scope.layer}.embed_norm"
             x = self.embedded.record(ops, scope.embedded, scope.weights, name)  # (T, E)
             qkv = ops.add(qkv, ops.linear(x, scope.weight("qkv_embedded")))
+        if self.value_size is not None:
+            keys = (self.num_heads + self.num_kv_heads) * self.head_size
+            qkv = ops.resize(qkv, self.value_size, self.head_size, keys)
         q_norm, k_norm = self._norm(scope, "q_norm"), self._norm(scope, "k_norm")
         if (factors := scope.rope(self.query_scale)) is not None:
             qkv = ops.scale_at(qkv, factors, self.num_heads * self.head_size, scope.step)
@@ -208,6 +216,10 @@ class AttentionMixer(Record):
             k_norm=k_norm,
             sinks=scope.weight("sinks") if self.sinks else None,
         )  # (T, H * D)
+        if self.value_size is not None:
+            x = ops.resize(x, self.head_size, self.value_size)  # (T, H * value_size)
+        if self.value_scale != 1:
+            x = ops.scale(x, self.value_scale)
         if gate is not None:
             x = ops.gate(x, gate, "sigmoid")
         return ops.linear(x, scope.weight("o"))  # (T, E)
@@ -314,7 +326,8 @@ class AttentionMixer(Record):
             return self._parts_by_head(f"{theirs}.{self.names.qkv}")
         if self.names.qkv is not None:
             return packed_parts(f"{theirs}.{self.names.qkv}", (q, kv, kv), self.qkv_bias)
-        modules = [(self.names.q, q), (self.names.k, kv), (self.names.v, kv)]
+        values = self.num_kv_heads * (self.value_size or self.head_size)
+        modules = [(self.names.q, q), (self.names.k, kv), (self.names.v, values)]
         if self.shared_with is not None:
             del modules[1:]
         parts = tuple(

@@ -37,6 +37,10 @@ class HyperConnections(Record):
         )
         return self._weights("norm", parts, hidden_size)
 
+    def stream(self, ops: Ops, w: Mapping[str, Weight], norm: Norm, x: Array) -> HyperStream:
+        """The streams before the first layer, each the embeddings x (T, E)."""
+        return HyperStream(ops, w, norm, x, self.spec)
+
     def _weights(
         self, norm: str, parts: tuple[PartSpec, ...], hidden_size: int
     ) -> tuple[WeightSpec, ...]:

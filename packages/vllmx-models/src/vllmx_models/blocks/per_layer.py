@@ -5,6 +5,8 @@ P features a layer, E hidden size, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllmx_core.model import Activation, Array
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
@@ -25,6 +27,8 @@ class PerLayerInput(Record):
     norm: Norm
     model: str = "model"
     """The module that the tables are in."""
+    ids: int = 0
+    """Ids of the model, where they are more than V: those from V on have the first row."""
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, hidden, size = names.ours, names.theirs, names.hidden_size, self.size
@@ -32,12 +36,16 @@ class PerLayerInput(Record):
         table = PartSpec(
             f"{self.model}.embed_tokens_per_layer.weight", self.vocab_size, first_col=first
         )
+        tables: tuple[PartSpec, ...] = (table,)
+        if self.ids > self.vocab_size:
+            repeated = RowRuns(0, 1, 0)
+            tables = (table, replace(table, rows=self.ids - self.vocab_size, runs=repeated))
         rows = RowRuns(first, size, size)
         context = PartSpec(f"{self.model}.per_layer_model_projection.weight", size, runs=rows)
         gate = part(f"{theirs}.per_layer_input_gate", size, False)
         out = part(f"{theirs}.per_layer_projection", hidden, False)
         return (
-            WeightSpec(f"{ours}.token_input", "embedding", (table,), size, role="vocabulary"),
+            WeightSpec(f"{ours}.token_input", "embedding", tables, size, role="vocabulary"),
             WeightSpec(f"{ours}.context_input", "linear", (context,), hidden),
             vector(f"{ours}.context_norm", f"{self.model}.per_layer_projection_norm.weight", size),
             WeightSpec(f"{ours}.input_gate", "linear", (gate,), hidden),

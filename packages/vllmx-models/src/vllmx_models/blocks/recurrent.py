@@ -30,13 +30,15 @@ class DeltaNames(Record):
     be absent, where q, k and v lie one below the other and z apart."""
 
     module: str = "linear_attn"
-    qkv: str = "in_proj_qkv"
+    qkv: str | tuple[str, str, str] = "in_proj_qkv"
+    """Three modules where q, k and v lie apart."""
     z: str = "in_proj_z"
     a: str = "in_proj_a"
     b: str = "in_proj_b"
     qkvz: str | None = None
     ba: str | None = None
-    conv: str = "conv1d"
+    conv: str | tuple[str, str, str] = "conv1d"
+    """Three modules where the taps of q, k and v lie apart."""
     norm: str = "norm"
     out: str = "out_proj"
 
@@ -65,6 +67,8 @@ class DeltaMixer(RecurrentMixer):
     norm_eps: float
     tiled: bool = False
     """True if head h reads key head h % Hk, as in GGUF files; else h // (H / Hk)."""
+    beta: float = 1.0
+    """See `RecurrenceSpec.beta`."""
     names: DeltaNames = DeltaNames()
 
     @property
@@ -84,16 +88,20 @@ class DeltaMixer(RecurrentMixer):
             "delta",
             scale=self.key_size**-0.5,
             tiled=self.tiled,
+            beta=self.beta,
         )
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, size = names.ours, f"{names.theirs}.{self.names.module}", names.hidden_size
-        width, channels = self.num_heads * self.value_size, self._rule(0).width
+        width = self.num_heads * self.value_size
         out = (part(f"{theirs}.{self.names.out}", size, False),)
-        conv = (PartSpec(f"{theirs}.{self.names.conv}.weight", channels * self.kernel),)
+        convs = tuple(
+            PartSpec(f"{module}.weight", channels * self.kernel)
+            for module, channels in self._qkv(theirs, self.names.conv)
+        )
         return (
             *(linear(f"{ours}.{name}", parts, size) for name, parts in self._inputs(theirs)),
-            taps(f"{ours}.taps", conv, channels, self.kernel),
+            taps(f"{ours}.taps", convs, 0, self.kernel),
             vector(f"{ours}.a_log", f"{theirs}.A_log", self.num_heads),
             vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", self.num_heads),
             repeated(
@@ -110,15 +118,12 @@ class DeltaMixer(RecurrentMixer):
         names, keys, heads = self.names, self.key_size, self.num_heads
         width, all_keys = heads * self.value_size, self.num_key_heads * keys
         if names.qkvz is None or names.ba is None:
-            plain = (
-                ("qkv", names.qkv, 2 * all_keys + width),
-                ("z", names.z, width),
-                ("a", names.a, heads),
-                ("b", names.b, heads),
-            )
-            return tuple(
+            qkv = tuple(part(*one, False) for one in self._qkv(theirs, names.qkv))
+            plain = (("z", names.z, width), ("a", names.a, heads), ("b", names.b, heads))
+            return ("qkv", qkv), *(
                 (name, (part(f"{theirs}.{source}", rows, False),)) for name, source, rows in plain
             )
+        assert isinstance(names.qkv, str)
         shared = heads // self.num_key_heads
         values = shared * self.value_size
         together = _runs(f"{theirs}.{names.qkvz}", self.num_key_heads, (keys, keys, values, values))
@@ -131,6 +136,14 @@ class DeltaMixer(RecurrentMixer):
         )
         b, a = _runs(f"{theirs}.{names.ba}", self.num_key_heads, (shared, shared))
         return ("qkv", (q, k, v)), ("z", (z,)), ("a", (a,)), ("b", (b,))
+
+    def _qkv(self, theirs: str, names: str | tuple[str, str, str]) -> tuple[tuple[str, int], ...]:
+        """The modules of q, k and v, and the channels of each."""
+        keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
+        if isinstance(names, str):
+            return ((f"{theirs}.{names}", 2 * keys + values),)
+        widths = (keys, keys, values)
+        return tuple((f"{theirs}.{name}", width) for name, width in zip(names, widths, strict=True))
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops, weight = scope.ops, scope.weight
@@ -153,7 +166,8 @@ class DeltaMixer(RecurrentMixer):
 
 
 def taps(name: str, parts: tuple[PartSpec, ...], channels: int, kernel: int) -> WeightSpec:
-    """The weights of a convolution out of tensors (channels, 1, kernel)."""
+    """The weights of a convolution out of tensors (channels, 1, kernel); 0 channels: as many as
+    each part has."""
     return WeightSpec(name, "vector", parts, shape=(channels, kernel))
 
 

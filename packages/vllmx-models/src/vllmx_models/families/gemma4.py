@@ -104,7 +104,7 @@ def _layers(read: ConfigReader, sliding: list[bool], names: ModelNames) -> list[
     model, activation = names.embedding.removesuffix(".embed_tokens"), gemma_activation(read)
     layers = []
     for layer, slides in enumerate(sliding):
-        shared = _owner(read, sliding[:owners], slides) if layer >= owners else None
+        shared = kv_owner(read, sliding[:owners], slides) if layer >= owners else None
         inputs = PerLayerInput(layer, size, vocab, activation, rms(read), model) if size else None
         mixer = _mixer(read, layer, slides, shared)
         fed = _feed_forward(read, shares=shared is not None)
@@ -112,7 +112,7 @@ def _layers(read: ConfigReader, sliding: list[bool], names: ModelNames) -> list[
     return layers
 
 
-def _owner(read: ConfigReader, owners: list[bool], slides: bool) -> int:
+def kv_owner(read: ConfigReader, owners: list[bool], slides: bool) -> int:
     """The last layer of the same kind with its own KV cache."""
     same = [layer for layer, kind in enumerate(owners) if kind == slides]
     if not same:

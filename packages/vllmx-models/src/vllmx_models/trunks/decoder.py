@@ -30,7 +30,8 @@ from vllmx_core.weights.map import resolved
 from vllmx_core.weights.part import WeightSource, are_equal
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
-from vllmx_models.blocks.hyper_connections import HyperConnections, HyperStream
+from vllmx_models.blocks.altup import AltUp
+from vllmx_models.blocks.hyper_connections import HyperConnections
 from vllmx_models.blocks.layer import (
     Block,
     FeedForward,
@@ -114,7 +115,7 @@ class DecoderSpec(Record):
     """Image features: the first part replaces embeddings, part i is added after layer i - 1."""
     names: ModelNames = ModelNames()
     prediction: Prediction | None = None
-    hyper: HyperConnections | None = None
+    hyper: HyperConnections | AltUp | None = None
     """None: one residual stream."""
     positions: Positions | None = None
     """A table of positions, which is added to the embeddings."""
@@ -248,7 +249,7 @@ class Decoder:
             x = ops.place(x, step)
         stream = ResidualStream(ops, w, spec.norm, x)
         if spec.hyper is not None:
-            stream = HyperStream(ops, w, spec.norm, x, spec.hyper.spec)
+            stream = spec.hyper.stream(ops, w, spec.norm, x)
         spans = spec.features is not None and spec.features.spans
         self.layers(stream, LayerScope(ops, w, step, 0, 0, 0, self._tables, x, spans))
         x = stream.normed("norm")

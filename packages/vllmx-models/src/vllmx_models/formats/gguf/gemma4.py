@@ -24,15 +24,19 @@ from vllmx_models.formats.gguf.rope import FREQS
 from vllmx_models.trunks.decoder import DecoderSpec
 
 _LAYER = "model.layers.{}"
-_TENSORS: Mapping[str, str] = {
-    **SANDWICH_TENSORS,
-    **HEAD_NORM_TENSORS,
+PER_LAYER_TENSORS: Mapping[str, str] = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "blk.{}.inp_gate": f"{_LAYER}.per_layer_input_gate",
     "blk.{}.proj": f"{_LAYER}.per_layer_projection",
     "blk.{}.post_norm": f"{_LAYER}.post_per_layer_input_norm",
+}
+"""The tensors of per-layer embeddings."""
+_TENSORS: Mapping[str, str] = {
+    **SANDWICH_TENSORS,
+    **HEAD_NORM_TENSORS,
+    **PER_LAYER_TENSORS,
     "blk.{}.layer_output_scale.weight": f"{_LAYER}.layer_scalar",
     "blk.{}.ffn_gate_inp.weight": f"{_LAYER}.router.proj.weight",
     "blk.{}.ffn_gate_inp.scale": f"{_LAYER}.router.scale",

@@ -35,6 +35,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.sliding_window_pattern": (0, 1),
     "attention.temperature_length": (0,),
     "attention.temperature_scale": (0,),
+    "attention.value_scale": (0, 1),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),

@@ -85,7 +85,7 @@ def _heads(mixer: AttentionMixer) -> dict[str, Any]:
     return {
         "attention.head_count_kv": mixer.num_kv_heads,
         "attention.key_length": mixer.head_size,
-        "attention.value_length": mixer.head_size,
+        "attention.value_length": mixer.value_size or mixer.head_size,
     }
 
 
