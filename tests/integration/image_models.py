@@ -21,6 +21,10 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -182,6 +186,40 @@ def idefics3(kind: Any = Idefics3ForConditionalGeneration, config: Any = Idefics
     return _random(kind, made)
 
 
+_SQUARE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "patch_size": 4,
+    "num_attention_heads": 2,
+    "image_size": 24,
+}
+
+
+def internvl(**vision: Any) -> Any:
+    """The class token is seen, and has no feature."""
+    config = InternVLConfig(
+        text_config={"model_type": "qwen3"} | _TEXT,
+        vision_config=_SQUARE | {"attention_bias": True} | vision,
+        image_token_id=PAD,
+        tie_word_embeddings=False,
+    )
+    return _random(InternVLForConditionalGeneration, config)
+
+
+def llava(**vision: Any) -> Any:
+    """Four layers, and the features of the third."""
+    named = {"model_type": "clip_vision_model", "image_size": 16, "num_hidden_layers": 4}
+    config = LlavaConfig(
+        text_config={"model_type": "llama"} | _TEXT,
+        vision_config=_SQUARE | named | vision,
+        image_token_index=PAD,
+        vision_feature_select_strategy="full" if vision else "default",
+        tie_word_embeddings=False,
+    )
+    return _random(LlavaForConditionalGeneration, config)
+
+
 def gemma4(*, clipped: bool = False) -> Any:
     """Images see both ways in every other layer; the last two layers share their pages. Clipped:
     what goes into and out of the tower's matrices is held between bounds, each its own."""
@@ -302,6 +340,9 @@ class Family:
     """Most tokens of an image, where they see each other both ways."""
     form: Literal["qwen", "square", "pieces", "gemma4"] = "qwen"
     types: str = "mm_token_type_ids"
+    side: int = 6
+    """Patches in a row of a square."""
+    merge: int = 2
 
     def image(self, rows: int, columns: int, seed: int) -> Image:
         """Patches and grid of an image that is made up."""
@@ -309,7 +350,7 @@ class Family:
         if self.form == "qwen":
             width *= 2
         elif self.form != "gemma4":
-            rows = columns = 6
+            rows = columns = self.side
         return LEVELS[0][random.integers(0, 256, (rows * columns, width))], (1, rows, columns)
 
     def given(self, images: list[Image]) -> dict[str, Any]:
@@ -322,8 +363,10 @@ class Family:
         if self.form == "qwen":
             grids = torch.tensor([grid for _, grid in images])
             return {"pixel_values": patches, "image_grid_thw": grids}
-        cut = patches.reshape(len(images), 3, 3, 2, 2, 3, 4, 4)
-        pixels = cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(len(images), 3, 24, 24)
+        side, merge = self.side // self.merge, self.merge
+        cut = patches.reshape(len(images), side, side, merge, merge, 3, 4, 4)
+        pixels = cut.permute(0, 5, 1, 3, 6, 2, 4, 7)
+        pixels = pixels.reshape(len(images), 3, 4 * self.side, 4 * self.side)
         return {"pixel_values": pixels if self.form == "square" else pixels[None]}
 
     @torch.inference_mode()
@@ -331,7 +374,7 @@ class Family:
         """(T, V) by transformers."""
         tokens = torch.tensor([ids])
         given = {"input_ids": tokens, **self.given(images)}
-        if self.form != "pieces":
+        if self.types and self.form != "pieces":
             given[self.types] = (tokens == PAD).int()
         model.model.rope_deltas = None
         found: np.ndarray = model(**given).logits[0].numpy()
@@ -362,9 +405,22 @@ FAMILIES = {
     "gemma3": Family(gemma3, 9, "square", "token_type_ids"),
     "gemma4": Family(gemma4, 16, "gemma4"),
     "idefics3": Family(idefics3, form="pieces"),
+    "internvl": Family(internvl, form="square", types=""),
+    "llava": Family(llava, form="square", types="", side=4, merge=1),
     "smolvlm": Family(
         partial(idefics3, SmolVLMForConditionalGeneration, SmolVLMConfig), form="pieces"
     ),
 }
-VARIANTS = {"gemma4, clipped": Family(partial(gemma4, clipped=True), 16, "gemma4")}
+VARIANTS = {
+    "gemma4, clipped": Family(partial(gemma4, clipped=True), 16, "gemma4"),
+    "internvl, normed": Family(
+        partial(internvl, norm_type="rms_norm", use_qk_norm=True, attention_bias=False),
+        form="square",
+        types="",
+    ),
+    "llava, siglip": Family(
+        partial(llava, model_type="siglip_vision_model", vision_use_head=False),
+        form="square", types="", side=4, merge=1,
+    ),
+}  # fmt: skip
 """Of these families."""

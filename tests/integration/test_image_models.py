@@ -51,13 +51,13 @@ def load(folder: Path, backend: str, **changes: Any) -> tuple[Any, Any]:
     return model, spec.load()().load(model, checkpoint.weights, options)
 
 
-def prompt(images: list[Any]) -> tuple[list[int], list[int]]:
+def prompt(images: list[Any], per_token: int = 4) -> tuple[list[int], list[int]]:
     """Ids, and where the images are."""
     ids, starts = list(TEXT), []
     for patches, _ in images:
         ids.append(START)
         starts.append(len(ids))
-        ids += [PAD] * (len(patches) // 4) + [END, 8]
+        ids += [PAD] * (len(patches) // per_token) + [END, 8]
     return ids, starts
 
 
@@ -65,9 +65,9 @@ def plans(model: Any, ids: list[int], images: list[Any], chunks: list[int]) -> A
     """The tower's pass, and steps of so many tokens."""
     encoder = encoder_of(model)
     assert encoder is not None
-    starts = prompt(images)[1]
+    starts = prompt(images, encoder.patches_per_token)[1]
     places = [encoder.places(grid) for _, grid in images]
-    counts = [len(patches) // 4 for patches, _ in images]
+    counts = [len(patches) // encoder.patches_per_token for patches, _ in images]
     keep = np.arange(3, 3 + sum(counts), dtype=np.int32)[::-1].copy()  # anywhere in the store
     rows = np.full(len(ids), -1, np.int32)
     for start, count, end in zip(starts, counts, np.cumsum(counts), strict=True):
@@ -92,7 +92,7 @@ def plans(model: Any, ids: list[int], images: list[Any], chunks: list[int]) -> A
         steps.append(replace(plan, **arrays))
         begin = end
     shown = [colours_last(one) if encoder.colours_last else one for one, _ in images]
-    tower = tower_plan(encoder, shown, places, keep) if images else None
+    tower = tower_plan(encoder, shown, places, keep, 0) if images else None
     return tower, steps
 
 
@@ -139,7 +139,7 @@ def answered(family: Family, oracle: Any) -> dict[str, tuple[list[Any], list[int
     found = {}
     for name, (sizes, _) in CASES.items():
         images = [family.image(*size) for size in sizes]
-        ids = [*prompt(images)[0], 11, 12]
+        ids = [*prompt(images, family.merge**2)[0], 11, 12]
         found[name] = images, ids, family.logits(oracle, ids, images)
     return found
 

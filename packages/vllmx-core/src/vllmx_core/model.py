@@ -254,10 +254,12 @@ class ModelShape(Record):
 
 
 class ImagePlaces(Record):
-    """Positions of the patches and features of one image, computed from its grid of patches."""
+    """Positions of the patches and features of one image, computed from its grid of patches. N may
+    exceed the patches: rows that the tower adds behind them, such as one for a class token, have
+    patches of zeros, and their features are dropped."""
 
     rope_positions: I32
-    """(A, N) rotary positions of each patch in the tower."""
+    """(A, N) rotary positions of each row in the tower."""
     table_rows: I32
     """(N, k) see `PatchRows`."""
     table_weights: F32

@@ -213,13 +213,19 @@ def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> Weigh
 
 
 def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]) -> WeightPart:
-    """Returns a tensor of this shape as a matrix, ignoring axes of length 1."""
-    _check_axes(part, shape)
+    """Returns a tensor of this shape, or of the matrix's, as a matrix. Axes of length 1 are
+    ignored."""
+    if _axes(part.shape) != _axes(matrix):
+        _check_axes(part, shape)
     return _reshaped(part, matrix)
 
 
+def _axes(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n > 1]
+
+
 def _check_axes(part: WeightPart, shape: tuple[int, ...]) -> None:
-    if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
+    if _axes(part.shape) != _axes(shape):
         checked(part, shape)
 
 

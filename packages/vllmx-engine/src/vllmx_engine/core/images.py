@@ -368,7 +368,8 @@ class Images:
         keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
         last, places = self._encoder.colours_last, [one.places for one in passes]
         patches = [_values(one.image, colours_last=last) for one in passes]
-        return tower_plan(self._encoder, patches, places, np.concatenate(keep))
+        spare = self.model.info.num_feature_rows
+        return tower_plan(self._encoder, patches, places, np.concatenate(keep), spare)
 
     def cross_rows(self, sequence: Sequence) -> tuple[int, int]:
         """The row of `StepPlan.cross_rows` for a sequence. All inputs have equally many features,

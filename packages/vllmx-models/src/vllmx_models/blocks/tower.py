@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
@@ -17,6 +18,7 @@ from vllmx_models.blocks.layer import part, vector
 from vllmx_models.blocks.rope import Rope
 
 _LONGEST_SIDE = 1 << 14
+_QUICK = 1.702
 
 
 def merge_order(tall: int, wide: int, merge: int) -> tuple[I32, I32]:
@@ -37,6 +39,13 @@ def norm(name: str, source: str, size: int) -> tuple[WeightSpec, WeightSpec]:
 def normed(ops: Ops, x: Array, w: Mapping[str, Weight], name: str, eps: float) -> Array:
     """Records the layer norm of x with the weights that `norm` lists."""
     return ops.layer_norm(x, w[name], w[f"{name}.bias"], eps)
+
+
+def activated(ops: Ops, x: Array, kind: str) -> Array:
+    """Records an activation, or "quick_gelu", x * sigmoid(1.702 x)."""
+    if kind == "quick_gelu":
+        return ops.scale(ops.activation(ops.scale(x, _QUICK), "silu"), 1 / _QUICK)
+    return ops.activation(x, cast(Activation, kind))
 
 
 def linear(name: str, source: str, rows: int, cols: int, *, bias: bool = True) -> WeightSpec:
