@@ -19,8 +19,9 @@ from vllmx_engine.audio.processor import AudioFit, AudioProcessor, find_audio_pr
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
+from vllmx_engine.images.kinds import find_processor, processor_of
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
+from vllmx_engine.images.processor import Fit, ImageProcessor
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 from vllmx_engine.text.messages import AUDIO_PARTS, IMAGE_PARTS
 from vllmx_engine.text.prompt_text import PromptText
