@@ -246,7 +246,7 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
 
 def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": ["SmolLM3ForCausalLM"],
         "num_hidden_layers": 1,
         "hidden_size": 48,
         "num_attention_heads": 4,
@@ -258,7 +258,7 @@ def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_
     }
     tensors = {"token_embd.weight": np.ones((97, 48), np.float32)}
     text = write_model(tmp_path / "text.gguf", config, tensors, of_type(TYPES["F32"]))
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*text alone.*leave --mmproj out"):
+    with pytest.raises(ConfigError, match=r"SmolLM3ForCausalLM.*text alone.*leave --mmproj out"):
         opened(text, pair[1])
 
 

@@ -12,7 +12,7 @@ from vllmx_core.model import FeatureSpec
 
 from vllmx_models.blocks.vit import vit_sizes
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.text import text_config
+from vllmx_models.configs.text import has_text_config, text_config
 from vllmx_models.families.llama import llama
 from vllmx_models.text_types import TEXT_TYPES
 from vllmx_models.towers.siglip import IdeficsTower
@@ -34,7 +34,8 @@ def idefics3(config: Mapping[str, Any]) -> Decoder:
         raise outer.error("scale_factor", f"must divide a side of {sizes['side']} patches")
     features = FeatureSpec(1, text.hidden_size)
     tower = IdeficsTower(merge=merge, out_size=text.hidden_size, **sizes)
-    return Decoder(replace(text, names=_NAMES, features=features), tower)
+    names = _NAMES if has_text_config(config) else ModelNames()
+    return Decoder(replace(text, names=names, features=features), tower)
 
 
 smolvlm = idefics3

@@ -25,6 +25,7 @@ from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.tower_weights import TowerSource
 from vllmx_models.formats.gguf.towers import FORMS, TowerForm, projector_type
 from vllmx_models.sources import hub_tower
+from vllmx_models.text_types import TEXT_ARCHITECTURES
 
 logger = logging.getLogger("vllmx.models")
 _LEAVE_OUT = "leave --mmproj out to serve its text"
@@ -90,6 +91,10 @@ def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         form = _form(checkpoint, header)
         _check_width(checkpoint, header)
         config = {**checkpoint.config, **form.config(header)}
+        if form.joined is not None:
+            (text,) = architecture_names(checkpoint.config)
+            config["vllmx_text_type"] = TEXT_ARCHITECTURES[text]
+            config["architectures"] = [form.joined]
         _check_deepstack(checkpoint, header, config["vision_config"])
         weights = TowerSource(checkpoint.weights, file, form.entries(header))
         return replace(

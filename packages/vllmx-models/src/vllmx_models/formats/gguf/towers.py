@@ -20,6 +20,7 @@ from vllmx_models.formats.gguf.tower_weights import (
     one_below_the_other,
     without_offset,
 )
+from vllmx_models.text_types import TEXT_ARCHITECTURES
 
 _PATCH = "v.patch_embd.weight"
 _QKV = ("v.blk.{}.attn_q", "v.blk.{}.attn_k", "v.blk.{}.attn_v")
@@ -35,6 +36,8 @@ class TowerForm(Record):
     processor: Callable[[GGUFHeader], dict[str, Any]]
     """preprocessor_config.json."""
     entries: Callable[[GGUFHeader], Iterator[Entry]]
+    joined: str | None = None
+    """The architecture of text model and tower together; None: the text model's own has a tower."""
 
 
 # --- what all have --------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
 
 
-# --- Gemma ----------------------------------------------------------------------------------------
+# --- Gemma 3 ---------------------------------------------------------------------------------------
 def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
     """Sizes of an image and of a patch, and tokens of an image."""
     size, patch = header.integer("vision.image_size"), header.integer("vision.patch_size")
@@ -201,19 +204,23 @@ def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
     return size, patch, side * side
 
 
-def _gemma3_config(header: GGUFHeader) -> dict[str, Any]:
-    size, patch, tokens = _gemma3_sizes(header)
-    vision = {
+def _vit_config(header: GGUFHeader) -> dict[str, Any]:
+    """`vision_config` of a vision transformer over squares."""
+    return {
         "num_hidden_layers": _depth(header),
         "hidden_size": header.integer("vision.embedding_length"),
         "num_attention_heads": header.integer("vision.attention.head_count"),
         "intermediate_size": header.integer("vision.feed_forward_length"),
         "layer_norm_eps": header.number("vision.attention.layer_norm_epsilon", 1e-6),
         "hidden_act": "gelu_pytorch_tanh",
-        "image_size": size,
-        "patch_size": patch,
+        "image_size": header.integer("vision.image_size"),
+        "patch_size": header.integer("vision.patch_size"),
     }
-    return {"vision_config": vision, "mm_tokens_per_image": tokens}
+
+
+def _gemma3_config(header: GGUFHeader) -> dict[str, Any]:
+    tokens = _gemma3_sizes(header)[2]
+    return {"vision_config": _vit_config(header), "mm_tokens_per_image": tokens}
 
 
 def _gemma3_processor(header: GGUFHeader) -> dict[str, Any]:
@@ -227,8 +234,7 @@ def _gemma3_processor(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
-    tower = "vision_tower.vision_model"
+def _siglip_entries(header: GGUFHeader, tower: str) -> Iterator[Entry]:
     yield Entry(f"{tower}.embeddings.patch_embedding", ("v.patch_embd",))
     yield Entry(f"{tower}.embeddings.position_embedding", ("v.position_embd",))
     up, down = _feed_forward(header)
@@ -247,12 +253,101 @@ def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
         },
     )
     yield Entry(f"{tower}.post_layernorm", ("v.post_ln",))
+
+
+def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
+    yield from _siglip_entries(header, "vision_tower.vision_model")
     projector = "multi_modal_projector.mm"
     stored = ("mm.input_projection.weight",)
     yield Entry(f"{projector}_input_projection_weight", stored, whole=True)
     yield Entry(f"{projector}_soft_emb_norm", ("mm.soft_emb_norm",), without_offset)
 
 
+# --- Idefics3 and InternVL ------------------------------------------------------------------------
+def _idefics3_config(header: GGUFHeader) -> dict[str, Any]:
+    merge = header.integer("vision.projector.scale_factor", high=64)
+    return {"vision_config": _vit_config(header), "scale_factor": merge}
+
+
+def _idefics3_processor(header: GGUFHeader) -> dict[str, Any]:
+    side = header.integer("vision.image_size")
+    return {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "patch_size": header.integer("vision.patch_size"),
+        "scale_factor": header.integer("vision.projector.scale_factor", high=64),
+        "size": {"longest_edge": header.integer("vision.preproc_image_size", 4 * side)},
+        "max_image_size": {"longest_edge": side},
+        **_colours(header),
+    }
+
+
+def _idefics3_entries(header: GGUFHeader) -> Iterator[Entry]:
+    yield from _siglip_entries(header, "model.vision_model")
+    fc = ("mm.model.fc.weight",)
+    yield Entry("model.connector.modality_projection.proj.weight", fc, whole=True)
+
+
+def _internvl_config(header: GGUFHeader) -> dict[str, Any]:
+    """Files do not say how norms are made: one without a bias is an RMS norm."""
+    merge = header.integer("vision.projector.scale_factor", 2, high=64)
+    has, act = header.tensors.keys(), "gelu"
+    if header.flag("use_silu", False):
+        act = "silu"
+    elif not header.flag("use_gelu", True):
+        raise header.error("use_gelu", "must be true for InternVL")
+    vision = _vit_config(header) | {
+        "hidden_act": act,
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in has else "rms_norm",
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in has,
+        "attention_bias": "v.blk.0.attn_q.bias" in has,
+    }
+    return {"vision_config": vision, "downsample_ratio": 1 / merge}
+
+
+def _internvl_processor(header: GGUFHeader) -> dict[str, Any]:
+    side = header.integer("vision.image_size")
+    return {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "patch_size": header.integer("vision.patch_size"),
+        "downsample_ratio": 1 / header.integer("vision.projector.scale_factor", 2, high=64),
+        "size": {"height": side, "width": side},
+        **_colours(header),
+    }
+
+
+def _internvl_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "vision_tower"
+    yield Entry(f"{tower}.embeddings.cls_token", ("v.class_embd",), whole=True)
+    yield Entry(f"{tower}.embeddings.patch_embeddings.projection", ("v.patch_embd",))
+    positions = ("v.position_embd.weight",)
+    yield Entry(f"{tower}.embeddings.position_embeddings", positions, whole=True)
+    up, down = _feed_forward(header)
+    yield from _layers(
+        header,
+        f"{tower}.encoder.layer",
+        {
+            "ln1": "layernorm_before",
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_q_norm": "attention.q_norm",
+            "attn_k_norm": "attention.k_norm",
+            "attn_out": "attention.projection_layer",
+            "ln2": "layernorm_after",
+            up: "mlp.fc1",
+            down: "mlp.fc2",
+        },
+    )
+    for layer in range(_depth(header)):
+        for number in (1, 2):
+            stored = (f"v.blk.{layer}.ls{number}.weight",)
+            yield Entry(f"{tower}.encoder.layer.{layer}.lambda_{number}", stored, whole=True)
+    projector = {"layer_norm": 0, "linear_1": 1, "linear_2": 3}
+    for name, number in projector.items():
+        yield Entry(f"multi_modal_projector.{name}", (f"mm.model.mlp.{number}",))
+
+
+# --- Gemma 4 --------------------------------------------------------------------------------------
 _GEMMA4_LINEARS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -360,6 +455,20 @@ FORMS: Mapping[str, TowerForm] = {
     "gemma3": TowerForm(("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries),
     "gemma4v": TowerForm(
         ("Gemma4ForCausalLM",), _gemma4_config, _gemma4_processor, _gemma4_entries
+    ),
+    "idefics3": TowerForm(
+        ("LlamaForCausalLM",),
+        _idefics3_config,
+        _idefics3_processor,
+        _idefics3_entries,
+        "Idefics3ForConditionalGeneration",
+    ),
+    "internvl": TowerForm(
+        tuple(TEXT_ARCHITECTURES),
+        _internvl_config,
+        _internvl_processor,
+        _internvl_entries,
+        "InternVLForConditionalGeneration",
     ),
 }
 
