@@ -247,6 +247,7 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
 def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
     config = {
         "architectures": ["SmolLM3ForCausalLM"],
+        "vocab_size": 97,
         "num_hidden_layers": 1,
         "hidden_size": 48,
         "num_attention_heads": 4,

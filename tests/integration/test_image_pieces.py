@@ -111,7 +111,8 @@ CASES = {
 }
 _TEMPLATE = (
     "{%% for message in messages %%}{%% for part in message.content %%}"
-    "{%% if part.type == 'image' %%}%s{%% else %%} {{ part.text }} {%% endif %%}{%% endfor %%}{%% endfor %%} w11"
+    "{%% if part.type == 'image' %%}%s{%% else %%} {{ part.text }} {%% endif %%}"
+    "{%% endfor %%}{%% endfor %%} w11"
 )
 
 

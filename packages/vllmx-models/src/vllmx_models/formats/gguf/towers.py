@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from vllmx_core.records import Record
 
+from vllmx_models.formats.gguf import square_towers as squares
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
+from vllmx_models.formats.gguf.tower_metadata import (
+    block_count,
+    colours,
+    feed_forward,
+    layer_entries,
+)
 from vllmx_models.formats.gguf.tower_weights import (
     Entry,
     colours_last,
     frames,
     one_below_the_other,
-    without_offset,
 )
 from vllmx_models.text_types import TEXT_ARCHITECTURES
 
@@ -40,40 +45,6 @@ class TowerForm(Record):
     """The architecture of text model and tower together; None: the text model's own has a tower."""
 
 
-# --- what all have --------------------------------------------------------------------------------
-def _depth(header: GGUFHeader) -> int:
-    return header.integer("vision.block_count", high=1024)
-
-
-def _colours(header: GGUFHeader) -> dict[str, Any]:
-    """Mean and deviation of each colour, by default 0.5."""
-    found = {}
-    for key in ("image_mean", "image_std"):
-        values = header.metadata.get(f"clip.vision.{key}")
-        given = isinstance(values, np.ndarray) and values.dtype.kind == "f" and len(values) == 3
-        if values is not None and not given:
-            raise header.error(f"vision.{key}", "must be three numbers")
-        found[key] = [0.5] * 3 if values is None else [float(one) for one in values]
-    return found
-
-
-def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields the weights of each layer that are one tensor in both formats."""
-    for layer in range(_depth(header)):
-        for stored, name in names.items():
-            yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))
-
-
-def _feed_forward(header: GGUFHeader) -> tuple[str, str]:
-    """The names of the widening and the narrowing matrix, which are swapped in old files."""
-    down = header.tensors.get("v.blk.0.ffn_down.weight")
-    swapped = down is not None and down.shape[-1] == header.integer("vision.embedding_length")
-    inner = header.integer("vision.feed_forward_length", 0, low=0)
-    if swapped and inner != header.integer("vision.embedding_length"):
-        return "ffn_down", "ffn_up"
-    return "ffn_up", "ffn_down"
-
-
 # --- Qwen -----------------------------------------------------------------------------------------
 _LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4}
 _MOST_TOKENS = 16384
@@ -81,7 +52,7 @@ _MOST_TOKENS = 16384
 
 def _qwen_vision(header: GGUFHeader) -> dict[str, Any]:
     return {
-        "depth": _depth(header),
+        "depth": block_count(header),
         "hidden_size": header.integer("vision.embedding_length"),
         "num_heads": header.integer("vision.attention.head_count"),
         "intermediate_size": header.integer("vision.feed_forward_length"),
@@ -109,12 +80,12 @@ def _qwen_processor(header: GGUFHeader) -> dict[str, Any]:
             "shortest_edge": header.integer("vision.image_min_pixels", least),
             "longest_edge": header.integer("vision.image_max_pixels", _MOST_TOKENS * token),
         },
-        **_colours(header),
+        **colours(header),
     }
 
 
 def _deepstack(header: GGUFHeader) -> list[int]:
-    count = _depth(header)
+    count = block_count(header)
     if not header.has("vision.is_deepstack_layers"):
         return []
     given = header.flags("vision.is_deepstack_layers", count)
@@ -138,7 +109,7 @@ def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{patch}.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
     yield Entry(f"{patch}.bias", ("v.patch_embd.bias",), whole=True)
     yield Entry(f"{tower}.pos_embed", ("v.position_embd",))
-    yield from _layers(
+    yield from layer_entries(
         header,
         f"{tower}.blocks",
         {
@@ -161,7 +132,7 @@ def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
 
 def _qwen2_5_config(header: GGUFHeader) -> dict[str, Any]:
     """Each n-th layer sees all of an image."""
-    depth = _depth(header)
+    depth = block_count(header)
     every = header.integer("vision.n_wa_pattern", high=1024)
     vision = _qwen_vision(header) | {
         "hidden_act": "silu" if header.flag("use_silu", True) else "gelu",
@@ -175,8 +146,8 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     tower = "visual"
     name = f"{tower}.patch_embed.proj.weight"
     yield Entry(name, (_PATCH, f"{_PATCH}.1"), frames, whole=True)
-    up, down = _feed_forward(header)
-    yield from _layers(
+    up, down = feed_forward(header)
+    yield from layer_entries(
         header,
         f"{tower}.blocks",
         {
@@ -188,163 +159,12 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
             down: "mlp.down_proj",
         },
     )
-    for layer in range(_depth(header)):
+    for layer in range(block_count(header)):
         stored = tuple(one.format(layer) for one in _QKV)
         yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
     yield Entry(f"{tower}.merger.ln_q", ("v.post_ln",))
     yield Entry(f"{tower}.merger.mlp.0", ("mm.0",))
     yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
-
-
-# --- Gemma 3 ---------------------------------------------------------------------------------------
-def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
-    """Sizes of an image and of a patch, and tokens of an image."""
-    size, patch = header.integer("vision.image_size"), header.integer("vision.patch_size")
-    side = size // patch // header.integer("vision.projector.scale_factor", 4)
-    return size, patch, side * side
-
-
-def _vit_config(header: GGUFHeader) -> dict[str, Any]:
-    """`vision_config` of a vision transformer over squares."""
-    return {
-        "num_hidden_layers": _depth(header),
-        "hidden_size": header.integer("vision.embedding_length"),
-        "num_attention_heads": header.integer("vision.attention.head_count"),
-        "intermediate_size": header.integer("vision.feed_forward_length"),
-        "layer_norm_eps": header.number("vision.attention.layer_norm_epsilon", 1e-6),
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": header.integer("vision.image_size"),
-        "patch_size": header.integer("vision.patch_size"),
-    }
-
-
-def _gemma3_config(header: GGUFHeader) -> dict[str, Any]:
-    tokens = _gemma3_sizes(header)[2]
-    return {"vision_config": _vit_config(header), "mm_tokens_per_image": tokens}
-
-
-def _gemma3_processor(header: GGUFHeader) -> dict[str, Any]:
-    size, patch, tokens = _gemma3_sizes(header)
-    return {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "size": {"height": size, "width": size},
-        "patch_size": patch,
-        "image_seq_length": tokens,
-        **_colours(header),
-    }
-
-
-def _siglip_entries(header: GGUFHeader, tower: str) -> Iterator[Entry]:
-    yield Entry(f"{tower}.embeddings.patch_embedding", ("v.patch_embd",))
-    yield Entry(f"{tower}.embeddings.position_embedding", ("v.position_embd",))
-    up, down = _feed_forward(header)
-    yield from _layers(
-        header,
-        f"{tower}.encoder.layers",
-        {
-            "ln1": "layer_norm1",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_out": "self_attn.out_proj",
-            "ln2": "layer_norm2",
-            up: "mlp.fc1",
-            down: "mlp.fc2",
-        },
-    )
-    yield Entry(f"{tower}.post_layernorm", ("v.post_ln",))
-
-
-def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
-    yield from _siglip_entries(header, "vision_tower.vision_model")
-    projector = "multi_modal_projector.mm"
-    stored = ("mm.input_projection.weight",)
-    yield Entry(f"{projector}_input_projection_weight", stored, whole=True)
-    yield Entry(f"{projector}_soft_emb_norm", ("mm.soft_emb_norm",), without_offset)
-
-
-# --- Idefics3 and InternVL ------------------------------------------------------------------------
-def _idefics3_config(header: GGUFHeader) -> dict[str, Any]:
-    merge = header.integer("vision.projector.scale_factor", high=64)
-    return {"vision_config": _vit_config(header), "scale_factor": merge}
-
-
-def _idefics3_processor(header: GGUFHeader) -> dict[str, Any]:
-    side = header.integer("vision.image_size")
-    return {
-        "image_processor_type": "Idefics3ImageProcessor",
-        "patch_size": header.integer("vision.patch_size"),
-        "scale_factor": header.integer("vision.projector.scale_factor", high=64),
-        "size": {"longest_edge": header.integer("vision.preproc_image_size", 4 * side)},
-        "max_image_size": {"longest_edge": side},
-        **_colours(header),
-    }
-
-
-def _idefics3_entries(header: GGUFHeader) -> Iterator[Entry]:
-    yield from _siglip_entries(header, "model.vision_model")
-    fc = ("mm.model.fc.weight",)
-    yield Entry("model.connector.modality_projection.proj.weight", fc, whole=True)
-
-
-def _internvl_config(header: GGUFHeader) -> dict[str, Any]:
-    """Files do not say how norms are made: one without a bias is an RMS norm."""
-    merge = header.integer("vision.projector.scale_factor", 2, high=64)
-    has, act = header.tensors.keys(), "gelu"
-    if header.flag("use_silu", False):
-        act = "silu"
-    elif not header.flag("use_gelu", True):
-        raise header.error("use_gelu", "must be true for InternVL")
-    vision = _vit_config(header) | {
-        "hidden_act": act,
-        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in has else "rms_norm",
-        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in has,
-        "attention_bias": "v.blk.0.attn_q.bias" in has,
-    }
-    return {"vision_config": vision, "downsample_ratio": 1 / merge}
-
-
-def _internvl_processor(header: GGUFHeader) -> dict[str, Any]:
-    side = header.integer("vision.image_size")
-    return {
-        "image_processor_type": "GotOcr2ImageProcessor",
-        "patch_size": header.integer("vision.patch_size"),
-        "downsample_ratio": 1 / header.integer("vision.projector.scale_factor", 2, high=64),
-        "size": {"height": side, "width": side},
-        **_colours(header),
-    }
-
-
-def _internvl_entries(header: GGUFHeader) -> Iterator[Entry]:
-    tower = "vision_tower"
-    yield Entry(f"{tower}.embeddings.cls_token", ("v.class_embd",), whole=True)
-    yield Entry(f"{tower}.embeddings.patch_embeddings.projection", ("v.patch_embd",))
-    positions = ("v.position_embd.weight",)
-    yield Entry(f"{tower}.embeddings.position_embeddings", positions, whole=True)
-    up, down = _feed_forward(header)
-    yield from _layers(
-        header,
-        f"{tower}.encoder.layer",
-        {
-            "ln1": "layernorm_before",
-            "attn_q": "attention.q_proj",
-            "attn_k": "attention.k_proj",
-            "attn_v": "attention.v_proj",
-            "attn_q_norm": "attention.q_norm",
-            "attn_k_norm": "attention.k_norm",
-            "attn_out": "attention.projection_layer",
-            "ln2": "layernorm_after",
-            up: "mlp.fc1",
-            down: "mlp.fc2",
-        },
-    )
-    for layer in range(_depth(header)):
-        for number in (1, 2):
-            stored = (f"v.blk.{layer}.ls{number}.weight",)
-            yield Entry(f"{tower}.encoder.layer.{layer}.lambda_{number}", stored, whole=True)
-    projector = {"layer_norm": 0, "linear_1": 1, "linear_2": 3}
-    for name, number in projector.items():
-        yield Entry(f"multi_modal_projector.{name}", (f"mm.model.mlp.{number}",))
 
 
 # --- Gemma 4 --------------------------------------------------------------------------------------
@@ -374,7 +194,7 @@ def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:
     table = header.tensors.get("v.position_embd.weight")
     head = size // heads if norm is None else norm.shape[0]
     vision: dict[str, Any] = {
-        "num_hidden_layers": _depth(header),
+        "num_hidden_layers": block_count(header),
         "hidden_size": size,
         "num_attention_heads": heads,
         "num_key_value_heads": heads if keys is None else keys.shape[0] // head,
@@ -414,7 +234,7 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
     table = ("v.position_embd.weight",)
     yield Entry(f"{embedder}.position_embedding_table", table, whole=True)
     layers = f"{tower}.encoder.layers"
-    yield from _layers(
+    yield from layer_entries(
         header,
         layers,
         {
@@ -427,7 +247,7 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
             "attn_k_norm": "self_attn.k_norm",
         },
     )
-    for layer in range(_depth(header)):
+    for layer in range(block_count(header)):
         for stored, name in _GEMMA4_LINEARS.items():
             for bound in ("input_min", "input_max", "output_min", "output_max"):
                 ours = f"{layers}.{layer}.{name}.{bound}"
@@ -452,22 +272,27 @@ FORMS: Mapping[str, TowerForm] = {
     "qwen2.5vl_merger": TowerForm(
         ("Qwen2_5_VLForConditionalGeneration",), _qwen2_5_config, _qwen_processor, _qwen2_5_entries
     ),
-    "gemma3": TowerForm(("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries),
+    "gemma3": TowerForm(
+        ("Gemma3ForCausalLM",),
+        squares.gemma3_config,
+        squares.gemma3_processor,
+        squares.gemma3_entries,
+    ),
     "gemma4v": TowerForm(
         ("Gemma4ForCausalLM",), _gemma4_config, _gemma4_processor, _gemma4_entries
     ),
     "idefics3": TowerForm(
         ("LlamaForCausalLM",),
-        _idefics3_config,
-        _idefics3_processor,
-        _idefics3_entries,
+        squares.idefics3_config,
+        squares.idefics3_processor,
+        squares.idefics3_entries,
         "Idefics3ForConditionalGeneration",
     ),
     "internvl": TowerForm(
         tuple(TEXT_ARCHITECTURES),
-        _internvl_config,
-        _internvl_processor,
-        _internvl_entries,
+        squares.internvl_config,
+        squares.internvl_processor,
+        squares.internvl_entries,
         "InternVLForConditionalGeneration",
     ),
 }
