@@ -242,6 +242,10 @@ FILES = {
         gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2.5vl_merger", _qwen2_5_tower,
         keys={"n_wa_pattern": 2, "window_size": 16},
     ),
+    "qwen2_vl": Files(
+        gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2vl_merger", _qwen2_5_tower,
+        keys={"embedding_length": 32, "feed_forward_length": 64},
+    ),
     "gemma3": Files(
         gguf.MODEL_ARCH.GEMMA3, _gemma3, "gemma3", _gemma3_tower, _plus_one,
         {"projector.scale_factor": 2},
@@ -312,7 +316,7 @@ def write_tower(
         "image_size": 24,
         "patch_size": vision.patch_size,
         "embedding_length": vision.hidden_size,
-        "feed_forward_length": vision.intermediate_size,
+        "feed_forward_length": getattr(vision, "intermediate_size", None),
         "block_count": depth,
         "attention.head_count": heads,
         "attention.layer_norm_epsilon": 1e-6,

@@ -27,6 +27,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -288,6 +290,23 @@ def qwen2_5_vl() -> Any:
     return _random(Qwen2_5_VLForConditionalGeneration, config)
 
 
+def qwen2_vl() -> Any:
+    """The tower's sizes have other names."""
+    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+        "hidden_size": 64,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
+    }
+    tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    shared = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+    tower |= {key: _TOWER[key] for key in shared}
+    config = Qwen2VLConfig(text_config=text, vision_config=tower, **_TOKENS)
+    return _random(Qwen2VLForConditionalGeneration, config)
+
+
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "patch_size": 4,
@@ -398,6 +417,7 @@ def _gemma4_images(images: list[Image]) -> dict[str, Any]:
 
 FAMILIES = {
     "qwen2_5_vl": Family(qwen2_5_vl),
+    "qwen2_vl": Family(qwen2_vl),
     "qwen3_vl": Family(qwen3_vl),
     "qwen3_vl_moe": Family(qwen3_vl_moe),
     "qwen3_5": Family(qwen3_5),

@@ -117,6 +117,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf="qwen2vl"),
         _model("qwen2_audio", "Qwen2AudioForConditionalGeneration", "audio_chats"),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", "qwen_moe", gguf="qwen2moe"),
+        _model("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl"),
         _model("qwen3", "Qwen3ForCausalLM", "qwen", gguf=True, table="QWEN3_GGUF"),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),
         _model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5", gguf=False),

@@ -93,7 +93,7 @@ def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         config = {**checkpoint.config, **form.config(header)}
         if form.joined is not None:
             (text,) = architecture_names(checkpoint.config)
-            config["vllmx_text_type"] = TEXT_ARCHITECTURES[text]
+            config["vllmx_text_type"] = TEXT_ARCHITECTURES.get(text)
             config["architectures"] = [form.joined]
         _check_deepstack(checkpoint, header, config["vision_config"])
         weights = TowerSource(checkpoint.weights, file, form.entries(header))

@@ -46,7 +46,7 @@ class TowerForm(Record):
 
 
 # --- Qwen -----------------------------------------------------------------------------------------
-_LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4}
+_LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4, "qwen2vl_merger": 4}
 _MOST_TOKENS = 16384
 
 
@@ -167,6 +167,36 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
 
 
+def _qwen2_config(header: GGUFHeader) -> dict[str, Any]:
+    """Sizes by the names of Qwen2-VL."""
+    vision, size = _qwen_vision(header), header.integer("vision.embedding_length")
+    ratio, rest = divmod(vision.pop("intermediate_size") or 4 * size, size)
+    if rest:
+        raise header.error("vision.feed_forward_length", f"must be a multiple of {size}")
+    names = {"embed_dim": size, "hidden_size": vision.pop("out_hidden_size"), "mlp_ratio": ratio}
+    return {"vision_config": {**vision, **names, "hidden_act": activation(header)}}
+
+
+def _qwen2_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "visual"
+    yield Entry(f"{tower}.patch_embed.proj.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
+    up, down = feed_forward(header)
+    names = {
+        "ln1": "norm1",
+        "attn_out": "attn.proj",
+        "ln2": "norm2",
+        up: "mlp.fc1",
+        down: "mlp.fc2",
+    }
+    yield from layer_entries(header, f"{tower}.blocks", names)
+    for layer in range(block_count(header)):
+        stored = tuple(one.format(layer) for one in _QKV)
+        yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
+    yield Entry(f"{tower}.merger.ln_q", ("v.post_ln",))
+    yield Entry(f"{tower}.merger.mlp.0", ("mm.0",))
+    yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
+
+
 # --- Gemma 4 --------------------------------------------------------------------------------------
 _GEMMA4_LINEARS = {
     "attn_q": "self_attn.q_proj",
@@ -271,6 +301,13 @@ FORMS: Mapping[str, TowerForm] = {
     "qwen3vl_merger": TowerForm(_QWEN3, _qwen3_config, _qwen_processor, _qwen3_entries),
     "qwen2.5vl_merger": TowerForm(
         ("Qwen2_5_VLForConditionalGeneration",), _qwen2_5_config, _qwen_processor, _qwen2_5_entries
+    ),
+    "qwen2vl_merger": TowerForm(
+        ("Qwen2_5_VLForConditionalGeneration",),
+        _qwen2_config,
+        _qwen_processor,
+        _qwen2_entries,
+        "Qwen2VLForConditionalGeneration",
     ),
     "gemma3": TowerForm(
         ("Gemma3ForCausalLM",),
