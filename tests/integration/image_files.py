@@ -227,6 +227,7 @@ class Files:
     change: Callable[[str, np.ndarray], tuple[str, np.ndarray]] = _same
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Of the tower."""
+    top: Mapping[str, Any] = field(default_factory=dict)
 
 
 FILES = {
@@ -256,7 +257,7 @@ FILES = {
     ),
     "internvl": Files(
         gguf.MODEL_ARCH.QWEN3, _qwen3, "internvl", _internvl_tower,
-        keys={"projector.scale_factor": 2},
+        keys={"projector.scale_factor": 2}, top={"clip.use_gelu": True},
     ),
     "gemma4": Files(
         gguf.MODEL_ARCH.GEMMA4, _gemma4, "gemma4v", _gemma4_tower,
@@ -328,7 +329,7 @@ def write_tower(
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")
     stated = {f"clip.vision.{key}": value for key, value in known.items()}
-    for key, value in (stated | {projector: files.kind} | keys).items():
+    for key, value in (stated | {projector: files.kind} | {**files.top, **keys}).items():
         match value:
             case bool():
                 writer.add_bool(key, value)

@@ -19,6 +19,12 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -307,6 +313,45 @@ def qwen2_vl() -> Any:
     return _random(Qwen2VLForConditionalGeneration, config)
 
 
+_GLM_TOWER: dict[str, Any] = {
+    **{key: value for key, value in _TOWER.items() if key != "num_position_embeddings"},
+    "image_size": 20,
+}
+
+
+def glm4v(kind: Any = Glm4vForConditionalGeneration, config: Any = Glm4vConfig) -> Any:
+    """The tower's table of positions is stretched."""
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+        "hidden_size": 64,
+        "pad_token_id": 0,
+        "rope_parameters": rope | {"rope_theta": 10000.0},
+    }
+    text["model_type"] = "glm4v_text"
+    tower = _GLM_TOWER | {"out_hidden_size": 64, "model_type": "glm4v_vision"}
+    return _random(kind, config(text_config=text, vision_config=tower, **_TOKENS))
+
+
+def glm4v_moe() -> Any:
+    """The last three layers have experts; queries, keys and values of the tower a bias."""
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    text = _TEXT | {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "attention_bias": True,
+        "rope_parameters": rope | {"rope_theta": 10000.0},
+    }
+    tower = _GLM_TOWER | {"attention_bias": True}
+    config = Glm4vMoeConfig(text_config=text, vision_config=tower, **_TOKENS)
+    model = _random(Glm4vMoeForConditionalGeneration, config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
+    return model
+
+
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "patch_size": 4,
@@ -416,6 +461,9 @@ def _gemma4_images(images: list[Image]) -> dict[str, Any]:
 
 
 FAMILIES = {
+    "glm46v": Family(partial(glm4v, Glm46VForConditionalGeneration, Glm46VConfig)),
+    "glm4v": Family(glm4v),
+    "glm4v_moe": Family(glm4v_moe),
     "qwen2_5_vl": Family(qwen2_5_vl),
     "qwen2_vl": Family(qwen2_vl),
     "qwen3_vl": Family(qwen3_vl),

@@ -75,6 +75,23 @@ def test_qwen(tmp_path: Path, config: dict[str, Any]) -> None:
         np.testing.assert_array_equal(values, wanted["pixel_values"])
 
 
+def test_glm(tmp_path: Path) -> None:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    config = {
+        "image_processor_type": "Glm4vImageProcessorFast",
+        "size": {"shortest_edge": 12544, "longest_edge": 200000},
+    }
+    ours, theirs = processor(tmp_path, config), Glm4vImageProcessorPil.from_dict(config)
+    for size in [*SIZES, (1, 1), (27, 29)]:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")
+        found = prepared(ours, image)
+        assert found.grid == tuple(wanted["image_grid_thw"][0])
+        values = normalised(found.patches, found.levels)
+        np.testing.assert_array_equal(values, wanted["pixel_values"])
+
+
 def test_gemma(tmp_path: Path) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

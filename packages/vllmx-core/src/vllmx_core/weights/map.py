@@ -18,6 +18,7 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource, is_plain
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 from vllmx_core.weights.views import (
+    Permuted,
     Reshaped,
     any_cols_of,
     entry_of,
@@ -101,7 +102,11 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     part = source.part(wanted.name) if spec.role == "ids" else _numbers(source, wanted.name)
     if spec.shape is not None:
         if spec.kind in ("linear", "embedding"):
-            return _flattened(part, spec.shape, (wanted.rows, spec.cols))
+            matrix = (wanted.rows, spec.cols)
+            if spec.axes is not None:
+                whole = checked(part, spec.shape)
+                return Permuted(part.name, matrix, DENSE, (whole,), axes=spec.axes)
+            return _flattened(part, spec.shape, matrix)
         return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
         part = _of_stack(part, wanted.entry, axes=2 if spec.kind == "vector" else 3)

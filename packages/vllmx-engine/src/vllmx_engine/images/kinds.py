@@ -14,6 +14,7 @@ from vllmx_engine.images.whole import (
     ClipImages,
     Gemma4Images,
     GemmaImages,
+    GlmImages,
     QwenImages,
     SiglipImages,
 )
@@ -70,6 +71,8 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "CLIPImageProcessor": ClipImages,
     "Gemma3ImageProcessor": GemmaImages,
     "Gemma4ImageProcessor": Gemma4Images,
+    "Glm46VImageProcessor": GlmImages,
+    "Glm4vImageProcessor": GlmImages,
     "GotOcr2ImageProcessor": InternImages,
     "Idefics3ImageProcessor": IdeficsImages,
     "LlavaImageProcessor": ClipImages,

@@ -52,7 +52,26 @@ class QwenImages(ImageProcessor):
         return smart_size(height, width, factor, self.min_pixels, self.max_pixels)
 
 
-def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+class GlmImages(QwenImages):
+    """GLM-4.1V: bounds on pixels are those of all frames, and a side holds at least one token."""
+
+    mark = token = "<|image|>"  # noqa: S105 - of a vocabulary
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__({"size": {"shortest_edge": 12544, "longest_edge": 11760000}, **config})
+
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """See `ImageProcessor`."""
+        check_ratio(height, width, where)
+        factor = self.patch * self.merge
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        least, most = self.min_pixels / self.frames, self.max_pixels / self.frames
+        return smart_size(height, width, factor, least, most)
+
+
+def smart_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """(height, width), both multiples of `factor`, of `least` to `most` pixels where that can be,
     in nearly the same shape."""
     tall, wide = round(height / factor) * factor, round(width / factor) * factor

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.model import Activation, Array, Ops, Weight
+from vllmx_core.model import Activation, Array, Ops, StepInputs, Weight
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
@@ -61,6 +61,40 @@ def prefixed(spec: WeightSpec, prefix: str, others: tuple[str, ...]) -> WeightSp
 def _prefixed(one: PartSpec, prefix: str, others: tuple[str, ...]) -> PartSpec:
     name = one.name.removeprefix(prefix)
     return replace(one, alternatives=tuple(other + name for other in others))
+
+
+_GATED = ("gate", "up")
+
+
+def gated_layer_weights(
+    ours: str, theirs: str, size: int, inner: int, *, qkv_bias: bool = True, bias: bool = True
+) -> Iterator[WeightSpec]:
+    """The weights of `gated_layer`."""
+    yield vector(f"{ours}.norm1", f"{theirs}.norm1.weight", size)
+    yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size, bias=qkv_bias)
+    yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size, bias=bias)
+    yield vector(f"{ours}.norm2", f"{theirs}.norm2.weight", size)
+    both = tuple(part(f"{theirs}.mlp.{one}_proj", inner, bias=bias) for one in _GATED)
+    yield WeightSpec(f"{ours}.gate_up", "linear", both, size)
+    yield linear(f"{ours}.down", f"{theirs}.mlp.down_proj", size, inner, bias=bias)
+
+
+def gated_layer(
+    ops: Ops,
+    x: Array,
+    w: Mapping[str, Weight],
+    step: StepInputs,
+    ours: str,
+    spec: SegmentSpec,
+    kind: Activation,
+    eps: float,
+) -> Array:
+    """Records a layer with RMS norms, RoPE and a gated MLP."""
+    qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], eps), w[f"{ours}.qkv"])
+    found = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
+    x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
+    gate_up = ops.linear(ops.rms_norm(x, w[f"{ours}.norm2"], eps), w[f"{ours}.gate_up"])
+    return ops.add(x, ops.linear(ops.gated_act(gate_up, kind), w[f"{ours}.down"]))
 
 
 class PatchTower(Record):

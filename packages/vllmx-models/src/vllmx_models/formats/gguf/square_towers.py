@@ -9,6 +9,7 @@ from typing import Any
 
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.tower_metadata import (
+    activation,
     block_count,
     colours,
     feed_forward,
@@ -111,13 +112,9 @@ def idefics3_entries(header: GGUFHeader) -> Iterator[Entry]:
 def internvl_config(header: GGUFHeader) -> dict[str, Any]:
     """Files do not say how norms are made: one without a bias is an RMS norm."""
     merge = header.integer("vision.projector.scale_factor", 2, high=64)
-    has, act = header.tensors.keys(), "gelu"
-    if header.flag("use_silu", False):
-        act = "silu"
-    elif not header.flag("use_gelu", True):
-        raise header.error("use_gelu", "must be true for InternVL")
+    has = header.tensors.keys()
     vision = _vit_config(header) | {
-        "hidden_act": act,
+        "hidden_act": activation(header),
         "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in has else "rms_norm",
         "use_qk_norm": "v.blk.0.attn_q_norm.weight" in has,
         "attention_bias": "v.blk.0.attn_q.bias" in has,

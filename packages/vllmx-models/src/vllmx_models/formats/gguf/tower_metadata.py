@@ -42,3 +42,9 @@ def feed_forward(header: GGUFHeader) -> tuple[str, str]:
     if swapped and inner != header.integer("vision.embedding_length"):
         return "ffn_down", "ffn_up"
     return "ffn_up", "ffn_down"
+
+
+def activation(header: GGUFHeader) -> str:
+    """The activation between the matrices of a layer, as config.json names it."""
+    flags = {"use_silu": "silu", "use_gelu": "gelu"}
+    return next((name for key, name in flags.items() if header.flag(key, False)), "quick_gelu")

@@ -14,6 +14,7 @@ from vllmx_core.records import Record
 from vllmx_models.formats.gguf import square_towers as squares
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.tower_metadata import (
+    activation,
     block_count,
     colours,
     feed_forward,
