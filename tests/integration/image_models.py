@@ -31,6 +31,8 @@ from transformers import (
     InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -49,8 +51,8 @@ from transformers import (
 from vllmx_engine.images.processor import levels_of
 from vllmx_models.blocks.tower import merge_order
 
-PAD, START, END = 90, 91, 92
-"""Tokens of the tiny vocabulary: an image's, and those around it."""
+PAD, START, END, BREAK = 90, 91, 92, 89
+"""Tokens of the tiny vocabulary: an image's, those around it and between its lines."""
 Image = tuple[np.ndarray, tuple[int, int, int]]
 """Patches and grid."""
 
@@ -223,6 +225,33 @@ def llava(**vision: Any) -> Any:
         vision_config=_SQUARE | named | vision,
         image_token_index=PAD,
         vision_feature_select_strategy="full" if vision else "default",
+        tie_word_embeddings=False,
+    )
+    return _random(LlavaForConditionalGeneration, config)
+
+
+_PIXTRAL: dict[str, Any] = _SQUARE | {"model_type": "pixtral", "head_dim": 16}
+
+
+def mistral3() -> Any:
+    """A token is 2 x 2 patches."""
+    config = Mistral3Config(
+        text_config={"model_type": "mistral"} | _TEXT,
+        vision_config=_PIXTRAL,
+        image_token_index=PAD,
+        tie_word_embeddings=False,
+    )
+    return _random(Mistral3ForConditionalGeneration, config)
+
+
+def pixtral() -> Any:
+    """A token is one patch."""
+    config = LlavaConfig(
+        text_config={"model_type": "mistral"} | _TEXT,
+        vision_config=_PIXTRAL,
+        image_token_index=PAD,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
         tie_word_embeddings=False,
     )
     return _random(LlavaForConditionalGeneration, config)
@@ -402,18 +431,20 @@ class Family:
     make: Callable[[], Any]
     spans: int = 0
     """Most tokens of an image, where they see each other both ways."""
-    form: Literal["qwen", "square", "pieces", "gemma4"] = "qwen"
+    form: Literal["qwen", "square", "pieces", "gemma4", "pixtral"] = "qwen"
     types: str = "mm_token_type_ids"
     side: int = 6
     """Patches in a row of a square."""
     merge: int = 2
+    breaks: bool = False
+    """Each line of an image's tokens but the last ends with `BREAK`."""
 
     def image(self, rows: int, columns: int, seed: int) -> Image:
         """Patches and grid of an image that is made up."""
         random, width = np.random.default_rng(seed), 3 * 4 * 4
         if self.form == "qwen":
             width *= 2
-        elif self.form != "gemma4":
+        elif self.form not in ("gemma4", "pixtral"):
             rows = columns = self.side
         return LEVELS[0][random.integers(0, 256, (rows * columns, width))], (1, rows, columns)
 
@@ -423,6 +454,8 @@ class Family:
             return {}
         if self.form == "gemma4":
             return _gemma4_images(images)
+        if self.form == "pixtral":
+            return _pixtral_images(images, self.merge)
         patches = torch.from_numpy(np.concatenate([one for one, _ in images]))
         if self.form == "qwen":
             grids = torch.tensor([grid for _, grid in images])
@@ -460,6 +493,17 @@ def _gemma4_images(images: list[Image]) -> dict[str, Any]:
     }
 
 
+def _pixtral_images(images: list[Image], merge: int) -> dict[str, Any]:
+    """Padded to the largest side, with the size of each."""
+    sizes = torch.tensor([(4 * tall, 4 * wide) for _, (_, tall, wide) in images])
+    pixels = np.zeros((len(images), 3, *sizes.amax(dim=0).tolist()), np.float32)
+    for number, (patches, (_, tall, wide)) in enumerate(images):
+        cut = patches.reshape(tall // merge, wide // merge, merge, merge, 3, 4, 4)
+        whole = cut.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, 4 * tall, 4 * wide)
+        pixels[number, :, : 4 * tall, : 4 * wide] = whole
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": sizes}
+
+
 FAMILIES = {
     "glm46v": Family(partial(glm4v, Glm46VForConditionalGeneration, Glm46VConfig)),
     "glm4v": Family(glm4v),
@@ -475,6 +519,7 @@ FAMILIES = {
     "idefics3": Family(idefics3, form="pieces"),
     "internvl": Family(internvl, form="square", types=""),
     "llava": Family(llava, form="square", types="", side=4, merge=1),
+    "mistral3": Family(mistral3, form="pixtral", types="", breaks=True),
     "smolvlm": Family(
         partial(idefics3, SmolVLMForConditionalGeneration, SmolVLMConfig), form="pieces"
     ),
@@ -486,6 +531,7 @@ VARIANTS = {
         form="square",
         types="",
     ),
+    "llava, pixtral": Family(pixtral, form="pixtral", types="", merge=1, breaks=True),
     "llava, siglip": Family(
         partial(llava, model_type="siglip_vision_model", vision_use_head=False),
         form="square", types="", side=4, merge=1,

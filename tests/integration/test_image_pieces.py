@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.llm import LLM
 
@@ -26,7 +27,7 @@ from .image_models import FAMILIES, PAD
 FAKE, WHOLE, PIECE = 91, 92, 60
 """Tokens around images, of the whole image, and of the first piece."""
 ANSWER = 6
-Pixels = Callable[[Mapping[str, Any], list[Any]], torch.Tensor]
+Given = Callable[[Mapping[str, Any], list[Any]], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Case:
     marks: Mapping[str, int]
     wide: list[int]
     tall: list[int]
-    pixels: Pixels
+    given: Given
 
     @property
     def mark(self) -> str:
@@ -54,19 +55,25 @@ def _idefics_ids(rows: int, columns: int) -> list[int]:
     return [*ids, FAKE, WHOLE, *[PAD] * 9, FAKE]
 
 
-def _idefics(config: Mapping[str, Any], pictures: list[Any]) -> torch.Tensor:
+def _idefics(config: Mapping[str, Any], pictures: list[Any]) -> Mapping[str, torch.Tensor]:
     theirs = Idefics3ImageProcessorPil.from_dict(config)
-    return theirs([pictures], return_tensors="pt")["pixel_values"]
+    return {"pixel_values": theirs([pictures], return_tensors="pt")["pixel_values"]}
 
 
-def _intern(config: Mapping[str, Any], pictures: list[Any]) -> torch.Tensor:
+def _intern(config: Mapping[str, Any], pictures: list[Any]) -> Mapping[str, torch.Tensor]:
     theirs = GotOcr2ImageProcessorPil.from_dict(config)
-    return theirs(pictures, return_tensors="pt", crop_to_patches=True)["pixel_values"]
+    found = theirs(pictures, return_tensors="pt", crop_to_patches=True)
+    return {"pixel_values": found["pixel_values"]}
 
 
-def _clip(config: Mapping[str, Any], pictures: list[Any]) -> torch.Tensor:
-    theirs = CLIPImageProcessorPil.from_dict(config)
-    return theirs(pictures, return_tensors="pt")["pixel_values"]
+def _clip(config: Mapping[str, Any], pictures: list[Any]) -> Mapping[str, torch.Tensor]:
+    return CLIPImageProcessorPil.from_dict(config)(pictures, return_tensors="pt")
+
+
+def _pixtral(config: Mapping[str, Any], pictures: list[Any]) -> Mapping[str, torch.Tensor]:
+    """The processor of both gives that of images the size of a token for that of a patch."""
+    theirs = PixtralImageProcessorPil.from_dict(config)
+    return theirs(pictures, return_tensors="pt", patch_size={"height": 8, "width": 8})
 
 
 CASES = {
@@ -108,6 +115,13 @@ CASES = {
         [PAD] * 16,
         _clip,
     ),
+    "mistral3": Case(
+        {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 24}},
+        {"[IMG]": PAD, "[IMG_BREAK]": FAKE, "[IMG_END]": WHOLE},
+        [*[PAD] * 3, FAKE, *[PAD] * 3, WHOLE],
+        [PAD, FAKE, PAD, FAKE, PAD, WHOLE],
+        _pixtral,
+    ),
 }
 _TEMPLATE = (
     "{%% for message in messages %%}{%% for part in message.content %%}"
@@ -147,8 +161,8 @@ def check(case: Case, oracle: Any, ids: list[int], pictures: list[Any], output: 
     assert output.prompt_token_ids == ids
     answer = list(output.outputs[0].token_ids)
     assert len(answer) == ANSWER
-    pixels = case.pixels(case.processor, pictures)
-    found = oracle(input_ids=torch.tensor([[*ids, *answer[:-1]]]), pixel_values=pixels).logits[0]
+    given = case.given(case.processor, pictures)
+    found = oracle(input_ids=torch.tensor([[*ids, *answer[:-1]]]), **given).logits[0]
     found = found[len(ids) - 1 :].numpy()
     found[:, PAD] = -np.inf
     assert found.argmax(axis=1).tolist() == answer

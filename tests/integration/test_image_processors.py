@@ -92,6 +92,32 @@ def test_glm(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, wanted["pixel_values"])
 
 
+@pytest.mark.parametrize("merge", [1, 2])
+def test_pixtral(tmp_path: Path, merge: int) -> None:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    config: dict[str, Any] = {"patch_size": {"height": 14, "width": 14}}
+    config |= {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 200}}
+    (tmp_path / "config.json").write_text(json.dumps({"spatial_merge_size": merge}))
+    ours, theirs = processor(tmp_path, config), PixtralImageProcessorPil.from_dict(config)
+    unit = {"height": 14 * merge, "width": 14 * merge}
+    for size in [*SIZES, (1, 1), (200, 1), (1, 199)]:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np", patch_size=unit)
+        fit = ours.fit(image.height, image.width, "here")
+        (found,) = ours.prepare(np.asarray(image), fit)
+        tall, wide = np.array(wanted["image_sizes"][0]) // (14 * merge)
+        lines = ["[IMG]" * wide] * tall
+        assert ours.written(fit) == "[IMG_BREAK]".join(lines) + "[IMG_END]"
+        assert found.num_tokens == fit.num_tokens == tall * wide + tall - 1
+        assert (found.grid, found.patches.nbytes) == (fit.grid, fit.num_bytes)
+        pixels = wanted["pixel_values"][0]
+        values = normalised(found.patches, found.levels)
+        np.testing.assert_array_equal(values, cut(pixels, 14, merge))
+    with pytest.raises(InvalidRequestError, match="more than 200 times"):
+        ours.fit(10000, 1, "here")
+
+
 def test_gemma(tmp_path: Path) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -162,9 +188,9 @@ def test_pieces(tmp_path: Path, kind: str, splits: bool) -> None:
 
 
 def cut(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """(N, 3 * patch * patch) of (3, side, side): the patches of a token lie together."""
-    side = pixels.shape[1] // patch // merge
-    found = pixels.reshape(3, side, merge, patch, side, merge, patch)
+    """(N, 3 * patch * patch) of (3, height, width): the patches of a token lie together."""
+    tall, wide = (size // patch // merge for size in pixels.shape[1:])
+    found = pixels.reshape(3, tall, merge, patch, wide, merge, patch)
     return found.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch * patch)
 
 
@@ -242,7 +268,7 @@ def test_configs(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": QWEN3}))
     assert find_processor(tmp_path) is not None
     for wrong in (
-        {"image_processor_type": "PixtralImageProcessor"},
+        {"image_processor_type": "DonutImageProcessor"},
         {**QWEN2, "patch_size": "x"},
         {**QWEN2, "patch_size": -1},
         {**QWEN2, "image_mean": [0.5]},

@@ -15,11 +15,12 @@ def tower_plan(
     encoder: Encoder, patches: Sequence[F32], places: Sequence[ImagePlaces], keep: I32, spare: int
 ) -> StepPlan:
     """The pass over some images, (N, D) patches each, whose features go to the rows `keep` of the
-    store; those that are dropped go to the row `spare`."""
+    store, one for each token; those that are dropped go to the row `spare`."""
     lengths = np.array([one.rope_positions.shape[1] for one in places], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     count, size = int(ends[-1]), encoder.patches_per_token
-    kept = np.split(keep, np.cumsum([len(rows) // size for rows in patches])[:-1])
+    tokens = [one.num_tokens(len(rows) // size) for rows, one in zip(patches, places, strict=True)]
+    kept = np.split(keep, np.cumsum(tokens)[:-1])
     pairs = list(zip(patches, kept, places, strict=True))
     patches = [_laid_out(rows, one) for rows, _, one in pairs]
     keep = np.concatenate([_kept(to, one, size, spare) for _, to, one in pairs])
@@ -52,9 +53,10 @@ def _laid_out(rows: F32, places: ImagePlaces) -> F32:
 
 
 def _kept(keep: I32, places: ImagePlaces, size: int, spare: int) -> I32:
-    ordered = keep if places.order is None else keep[places.order]
+    keep = keep if places.featured is None else keep[places.featured]
+    keep = keep if places.order is None else keep[places.order]
     dropped = places.rope_positions.shape[1] // size - len(keep)
-    return np.concatenate([ordered, np.full(dropped, spare, np.int32)])
+    return np.concatenate([keep, np.full(dropped, spare, np.int32)])
 
 
 class Turns(Record):

@@ -274,6 +274,13 @@ class ImagePlaces(Record):
     patches follow; None: unchanged."""
     windows: I32 | None = None
     """(w,) patches of each window, in that order; see `PatchRows`."""
+    featured: I32 | None = None
+    """(n,) the image's tokens with a feature, ascending and the last one included, where others
+    between them are text, such as the breaks of lines; None: all."""
+
+    def num_tokens(self, num_features: int) -> int:
+        """Tokens of an image with so many features, text between them included."""
+        return num_features if self.featured is None else int(self.featured[-1]) + 1
 
 
 class Encoder(Protocol):

@@ -103,6 +103,7 @@ def _models() -> tuple[ModelSpec, ...]:
             _model("mistral", "MistralForCausalLM", among="llama"),
             gguf_among=("llama", "mistral3"),
         ),
+        _model("mistral3", "Mistral3ForConditionalGeneration"),
         _model("mistral4", "Mistral4ForCausalLM", "deepseek", gguf=True),
         _model("mixtral", "MixtralForCausalLM", "mistral", among="llama"),
         replace(

@@ -103,10 +103,10 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     if spec.shape is not None:
         if spec.kind in ("linear", "embedding"):
             matrix = (wanted.rows, spec.cols)
-            if spec.axes is not None:
-                whole = checked(part, spec.shape)
-                return Permuted(part.name, matrix, DENSE, (whole,), axes=spec.axes)
-            return _flattened(part, spec.shape, matrix)
+            found = _flattened(part, spec.shape, matrix)
+            if spec.axes is None:
+                return found
+            return Permuted(part.name, matrix, DENSE, (found,), whole=spec.shape, axes=spec.axes)
         return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
         part = _of_stack(part, wanted.entry, axes=2 if spec.kind == "vector" else 3)

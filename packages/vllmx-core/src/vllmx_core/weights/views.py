@@ -225,8 +225,9 @@ class Reshaped(View):
 
 
 class Permuted(View):
-    """A tensor with its axes in another order, in another shape, as float32."""
+    """A tensor of the shape `whole` with its axes in another order, as a float32 matrix."""
 
+    whole: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
 
     @property
@@ -234,7 +235,7 @@ class Permuted(View):
         return False
 
     def floats(self, begin: int, end: int) -> F32:
-        values = self.of.dequantize().transpose(self.axes)
+        values = self.of.dequantize().reshape(self.whole).transpose(self.axes)
         return np.ascontiguousarray(values.reshape(self.shape)[begin:end])
 
 

@@ -15,12 +15,13 @@ from vllmx_engine.images.whole import (
     Gemma4Images,
     GemmaImages,
     GlmImages,
+    PixtralImages,
     QwenImages,
     SiglipImages,
 )
 from vllmx_engine.text.model_files import read_json_object
 
-_SHARED = ("scale_factor", "downsample_ratio")
+_SHARED = ("scale_factor", "downsample_ratio", "spatial_merge_size")
 
 
 def find_processor(folder: Path) -> ImageProcessor | None:
@@ -67,6 +68,7 @@ def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
+    "PixtralImageProcessor": PixtralImages,
     "Qwen2VLImageProcessor": QwenImages,
     "CLIPImageProcessor": ClipImages,
     "Gemma3ImageProcessor": GemmaImages,

@@ -52,6 +52,8 @@ class ImageProcessor:
     """The text that the chat template writes for an image."""
     token: str
     """The token that the prompt holds once for each of an image's features."""
+    line_break = ""
+    """The token behind each line of an image's tokens but the last; empty: there is none."""
     around = ("", "")
     """The texts before and behind the tokens of an image."""
     patch: int

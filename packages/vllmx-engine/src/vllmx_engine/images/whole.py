@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,52 @@ class Gemma4Images(ImageProcessor):
         elif not wide:
             tall, wide = min(height // width * side, most), side
         return tall, wide
+
+
+# --- Pixtral --------------------------------------------------------------------------------------
+class PixtralImages(ImageProcessor):
+    """Pixtral and Mistral 3: images keep their shape, and the prompt has a token behind each line
+    of tokens."""
+
+    mark = token = "[IMG]"  # noqa: S105 - of a vocabulary
+    line_break, _end = "[IMG_BREAK]", "[IMG_END]"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        patch, size = config.get("patch_size"), config.get("size") or {}
+        if isinstance(patch, Mapping):
+            config = {**config, "patch_size": patch.get("height")}
+        self.patch = positive(config, "patch_size", 16)
+        self.merge = positive(config, "spatial_merge_size", 1)
+        self._longest = positive(size, "longest_edge", 1024)
+        square = not isinstance(patch, Mapping) or patch.get("width") == self.patch
+        if not square or "height" in size or not config.get("do_resize", True):
+            raise ValueError("square patches and a longest edge")
+        self._resample = int(config.get("resample", BICUBIC))
+        self._levels = levels_of({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **config})
+
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """See `ImageProcessor`."""
+        ratio = max(height, width) / self._longest
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        if not height or not width:
+            raise InvalidRequestError(
+                f"{where} is an image of which one side is more than {self._longest} times the"
+                " other: send a part of it",
+                param=where,
+            )
+        factor = self.patch * self.merge
+        return -(-height // factor) * factor, -(-width // factor) * factor
+
+    def _fit_of(self, tall: int, wide: int) -> Fit:
+        found = super()._fit_of(tall, wide)
+        breaks = found.grid[1] // self.merge - 1
+        return replace(found, num_tokens=found.num_tokens + breaks)
+
+    def written(self, fit: Fit) -> str:
+        """See `ImageProcessor`."""
+        lines = [self.token * (fit.grid[2] // self.merge)] * (fit.grid[1] // self.merge)
+        return self.line_break.join(lines) + self._end
 
 
 # --- LLaVA ----------------------------------------------------------------------------------------

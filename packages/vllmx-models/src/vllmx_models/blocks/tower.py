@@ -134,10 +134,14 @@ class PatchTower(Record):
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         """RoPE tables of the row axis, then of the column axis; an image of n tokens has at most n
         rows and columns of merged patches."""
-        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
+        longest = self.longest(max_model_len)
         half = self.hidden_size // self.num_heads // 2
         cos, sin = np.split(Rope("default", self.theta, half, longest).table(longest), 2, axis=1)
         return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
+
+    def longest(self, max_model_len: int) -> int:
+        """The most patches of a side of an image that the context holds."""
+        return min(max_model_len * self.merge, _LONGEST_SIDE)
 
     def sides(self, grid: tuple[int, int, int]) -> tuple[int, int]:
         """Height and width in patches. Raises InvalidRequestError for an image of other sides."""

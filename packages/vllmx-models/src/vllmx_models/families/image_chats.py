@@ -15,6 +15,7 @@ from vllmx_core.model import FeatureSpec
 from vllmx_models.blocks.vit import ViT, ViTNames, vit_sizes
 from vllmx_models.config import ConfigReader
 from vllmx_models.families.inner_texts import inner_text
+from vllmx_models.families.mistral3 import with_pixtral
 from vllmx_models.towers.projected import ProjectedTower
 from vllmx_models.trunks.decoder import Decoder
 
@@ -83,13 +84,15 @@ def internvl(config: Mapping[str, Any]) -> Decoder:
 
 
 def llava(config: Mapping[str, Any]) -> Decoder:
-    """CLIP's or SigLIP's tower. Others are left out: text alone is served."""
+    """CLIP's, SigLIP's or Pixtral's tower. Others are left out: text alone is served."""
     outer = ConfigReader(config, "LlavaForConditionalGeneration")
     text = inner_text(config, outer.architecture, "llama")
     if config.get("vision_config") is None:
         return text
     read = outer.part("vision_config")
     kind = read.config.get("model_type", "clip_vision_model")
+    if kind == "pixtral":
+        return with_pixtral(text, outer)
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         logger.warning("text alone is served, images are refused: a tower of type %s", shown(kind))
         return text
