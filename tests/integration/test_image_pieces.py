@@ -177,7 +177,12 @@ def test_answers_are_transformers(name: str, oracle: Any, folder: Path, backend:
     parts = [{"type": "image_url", "image_url": data_url(stored(one))} for one in (wide, tall)]
     word = {"type": "text", "text": "w5 w6"}
     with LLM(
-        str(folder), backend=backend, dtype="float32", block_size=16, max_num_batched_tokens=40
+        str(folder),
+        backend=backend,
+        dtype="float32",
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
     ) as llm:
         first, second = ([{"role": "user", "content": one}] for one in ([word, *parts], parts[:1]))
         for _ in range(2):
