@@ -82,7 +82,7 @@ class ViT(Record):
         size, names = self.hidden_size, self.names
         patch = f"{module}{names.patch}"
         parts = (part(patch, size, bias=self.patch_bias and not self.class_token),)
-        shape = (size, 3, self.patch, self.patch)
+        shape: tuple[int, ...] = (size, 3, self.patch, self.patch)
         yield WeightSpec("visual.patch", "linear", parts, self.patch_width, shape=shape)
         table = [PartSpec(f"{module}{names.positions}", self.side**2 + self.class_token)]
         if self.class_token:  # see `places`

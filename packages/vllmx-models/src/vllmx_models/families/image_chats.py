@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllmx_core.errors import shown
-from vllmx_core.model import FeatureSpec
 
-from vllmx_models.blocks.vit import ViT, ViTNames, vit_sizes
+from vllmx_models.blocks.vit import ViTNames, vit_sizes
 from vllmx_models.config import ConfigReader
-from vllmx_models.families.inner_texts import inner_text
+from vllmx_models.families.inner_texts import inner_text, seeing
 from vllmx_models.families.mistral3 import with_pixtral
 from vllmx_models.towers.projected import ProjectedTower
 from vllmx_models.trunks.decoder import Decoder
@@ -80,7 +78,7 @@ def internvl(config: Mapping[str, Any]) -> Decoder:
         projector_norm=True,
         projector_activation=outer.activation("projector_hidden_act", "gelu"),
     )
-    return _seeing(text, tower, outer)
+    return seeing(text, tower)
 
 
 def llava(config: Mapping[str, Any]) -> Decoder:
@@ -117,7 +115,7 @@ def llava(config: Mapping[str, Any]) -> Decoder:
         projector_bias=outer.flag("multimodal_projector_bias", True),
         projector_activation=outer.activation("projector_hidden_act", "gelu"),
     )
-    return _seeing(text, tower, outer)
+    return seeing(text, tower)
 
 
 def with_defaults(read: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
@@ -132,8 +130,3 @@ def _feature_layer(outer: ConfigReader, depth: int, default: int) -> int:
     if type(layer) is not int or not -depth <= layer <= depth or not layer % (depth + 1):
         raise outer.error("vision_feature_layer", f"must be one of the tower's {depth} layers")
     return layer % (depth + 1)
-
-
-def _seeing(text: Decoder, tower: ViT, outer: ConfigReader) -> Decoder:
-    features = FeatureSpec(1, text.spec.hidden_size)
-    return Decoder(replace(text.spec, features=features), tower)

@@ -4,14 +4,11 @@ front of Mistral."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-from vllmx_core.model import FeatureSpec
 
 from vllmx_models.blocks.vit import square
 from vllmx_models.config import ConfigReader
-from vllmx_models.families.inner_texts import inner_text
+from vllmx_models.families.inner_texts import inner_text, seeing
 from vllmx_models.towers.pixtral import PixtralTower
 from vllmx_models.trunks.decoder import Decoder
 
@@ -58,5 +55,4 @@ def with_pixtral(
         projector_activation=outer.activation("projector_hidden_act", "gelu"),
         projector_bias=outer.flag("multimodal_projector_bias", not joins),
     )
-    features = FeatureSpec(1, text.spec.hidden_size)
-    return Decoder(replace(text.spec, features=features), tower)
+    return seeing(text, tower)
