@@ -183,6 +183,14 @@ def _idefics3_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tupl
     yield f"model.{name}", values
 
 
+def _pixtral_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        values = interleave(values, config.vision_config.num_attention_heads)
+    if name == "vision_tower.ln_pre.weight":  # a row of the text model's table beside it
+        yield "v.token_embd.img_break", np.ones(config.text_config.hidden_size, np.float32)
+    yield name, values
+
+
 _INTERN_PROJECTOR = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
 
 
@@ -242,6 +250,10 @@ FILES = {
     "qwen2_5_vl": Files(
         gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2.5vl_merger", _qwen2_5_tower,
         keys={"n_wa_pattern": 2, "window_size": 16},
+    ),
+    "mistral3": Files(
+        gguf.MODEL_ARCH.LLAMA, _llama, "pixtral", _pixtral_tower, _permuted,
+        {"spatial_merge_size": 2}, {"clip.use_gelu": True},
     ),
     "qwen2_vl": Files(
         gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2vl_merger", _qwen2_5_tower,

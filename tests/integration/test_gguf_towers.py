@@ -63,6 +63,10 @@ def opened(text: Path, tower: Path | None) -> Checkpoint:
         raise
 
 
+def ids_of(family: Family, images: list[Any]) -> list[int]:
+    return [*prompt(images, family.merge, family.breaks)[0], 11, 12]
+
+
 def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: str) -> np.ndarray:
     """The logits that vllmx computes of a prompt with the images."""
     model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
@@ -71,7 +75,7 @@ def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: s
     assert spec is not None
     loaded = spec.load()().load(model, checkpoint.weights, options)
     try:
-        tower, (plan,) = plans(model, [*prompt(images)[0], 11, 12], images, [64])
+        tower, (plan,) = plans(model, ids_of(family, images), images, [64])
         loaded.encode(tower)
         rows = sampling_rows(plan.num_logit_rows)
         rows.whole = np.arange(plan.num_logit_rows, dtype=np.int32)
@@ -86,7 +90,7 @@ def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: s
 
 def check(family: Family, oracle: Any, checkpoint: Checkpoint, backend: str = "numpy") -> None:
     images = [family.image(*size) for size in SIZES]
-    wanted = family.logits(oracle, [*prompt(images)[0], 11, 12], images)
+    wanted = family.logits(oracle, ids_of(family, images), images)
     found = logits(checkpoint, family, images, backend)
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-5
 

@@ -45,6 +45,8 @@ TEXT_TYPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 TEXT_ARCHITECTURES: Mapping[str, str] = {
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "ministral3",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",

@@ -25,6 +25,7 @@ from vllmx_models.formats.gguf.tower_weights import (
     colours_last,
     frames,
     one_below_the_other,
+    pairs_apart,
 )
 from vllmx_models.text_types import TEXT_ARCHITECTURES
 
@@ -198,6 +199,67 @@ def _qwen2_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
 
 
+# --- Pixtral --------------------------------------------------------------------------------------
+_PIXTRAL_SIZE = 1540
+
+
+def _pixtral_config(header: GGUFHeader) -> dict[str, Any]:
+    vision = {
+        "num_hidden_layers": block_count(header),
+        "hidden_size": header.integer("vision.embedding_length"),
+        "num_attention_heads": header.integer("vision.attention.head_count"),
+        "intermediate_size": header.integer("vision.feed_forward_length"),
+        "patch_size": header.integer("vision.patch_size"),
+        "rope_theta": header.number("vision.rope.freq_base", 10000.0),
+        "hidden_act": activation(header),
+    }
+    return {
+        "vision_config": vision,
+        "spatial_merge_size": header.integer("vision.spatial_merge_size", 1, high=16),
+        "multimodal_projector_bias": "mm.1.bias" in header.tensors,
+    }
+
+
+def _pixtral_processor(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": header.integer("vision.patch_size"),
+        "spatial_merge_size": header.integer("vision.spatial_merge_size", 1, high=16),
+        "size": {"longest_edge": header.integer("vision.image_size", _PIXTRAL_SIZE)},
+        **colours(header),
+    }
+
+
+def _pixtral_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower, projector = "vision_tower", "multi_modal_projector"
+    yield Entry(f"{tower}.patch_conv", ("v.patch_embd",))
+    yield Entry(f"{tower}.ln_pre", ("v.pre_ln",))
+    heads = header.integer("vision.attention.head_count", high=1024)
+    for layer in range(block_count(header)):
+        attention = f"{tower}.transformer.layers.{layer}.attention"
+        for one in "qk":
+            stored = (f"v.blk.{layer}.attn_{one}.weight",)
+            yield Entry(f"{attention}.{one}_proj.weight", stored, pairs_apart(heads), whole=True)
+    yield from layer_entries(
+        header,
+        f"{tower}.transformer.layers",
+        {
+            "ln1": "attention_norm",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.o_proj",
+            "ln2": "ffn_norm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+    )
+    yield Entry("[IMG_BREAK]", ("v.token_embd.img_break",), whole=True)  # the text model has it
+    yield Entry(f"{projector}.norm", ("mm.input_norm",))
+    yield Entry(f"{projector}.patch_merger.merging_layer", ("mm.patch_merger",))
+    for number in (1, 2):
+        yield Entry(f"{projector}.linear_{number}", (f"mm.{number}",))
+
+
 # --- Gemma 4 --------------------------------------------------------------------------------------
 _GEMMA4_LINEARS = {
     "attn_q": "self_attn.q_proj",
@@ -309,6 +371,13 @@ FORMS: Mapping[str, TowerForm] = {
         _qwen_processor,
         _qwen2_entries,
         "Qwen2VLForConditionalGeneration",
+    ),
+    "pixtral": TowerForm(
+        ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"),
+        _pixtral_config,
+        _pixtral_processor,
+        _pixtral_entries,
+        "Mistral3ForConditionalGeneration",
     ),
     "gemma3": TowerForm(
         ("Gemma3ForCausalLM",),
