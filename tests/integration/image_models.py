@@ -29,6 +29,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    LightOnOcrConfig,
+    LightOnOcrForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Mistral3Config,
@@ -242,6 +244,17 @@ def mistral3() -> Any:
         tie_word_embeddings=False,
     )
     return _random(Mistral3ForConditionalGeneration, config)
+
+
+def lighton_ocr() -> Any:
+    """The same before Qwen3, without breaks."""
+    config = LightOnOcrConfig(
+        text_config={"model_type": "qwen3"} | _TEXT,
+        vision_config=_PIXTRAL,
+        image_token_id=PAD,
+        tie_word_embeddings=False,
+    )
+    return _random(LightOnOcrForConditionalGeneration, config)
 
 
 def pixtral() -> Any:
@@ -519,6 +532,7 @@ FAMILIES = {
     "idefics3": Family(idefics3, form="pieces"),
     "internvl": Family(internvl, form="square", types=""),
     "llava": Family(llava, form="square", types="", side=4, merge=1),
+    "lighton_ocr": Family(lighton_ocr, form="pixtral", types=""),
     "mistral3": Family(mistral3, form="pixtral", types="", breaks=True),
     "smolvlm": Family(
         partial(idefics3, SmolVLMForConditionalGeneration, SmolVLMConfig), form="pieces"

@@ -147,7 +147,7 @@ def answered(family: Family, oracle: Any) -> dict[str, tuple[list[Any], list[int
     found = {}
     for name, (sizes, _) in CASES.items():
         images = [family.image(*size) for size in sizes]
-        if family.breaks and name == "one token for an image":
+        if family.form == "pixtral" and name == "one token for an image":
             continue  # transformers itself fails
         ids = [*prompt(images, family.merge, family.breaks)[0], 11, 12]
         found[name] = images, ids, family.logits(oracle, ids, images)

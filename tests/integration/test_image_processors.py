@@ -118,6 +118,29 @@ def test_pixtral(tmp_path: Path, merge: int) -> None:
         ours.fit(10000, 1, "here")
 
 
+@pytest.mark.parametrize("unit", [14, 28])
+def test_lighton(tmp_path: Path, unit: int) -> None:
+    """Files name the patch of the tower or that of a token."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    config = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 200}}
+    tower = {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lighton_ocr", **tower}))
+    ours = processor(tmp_path, {**config, "patch_size": unit})
+    token = {**config, "patch_size": {"height": 28, "width": 28}}
+    theirs = PixtralImageProcessorPil.from_dict(token)
+    for size in SIZES:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")
+        fit = ours.fit(image.height, image.width, "here")
+        found = prepared(ours, image)
+        tall, wide = np.array(wanted["image_sizes"][0]) // 28
+        assert ours.written(fit) == "<|image_pad|>" * found.num_tokens
+        assert found.num_tokens == tall * wide
+        values = normalised(found.patches, found.levels)
+        np.testing.assert_array_equal(values, cut(wanted["pixel_values"][0], 14, 2))
+
+
 def test_gemma(tmp_path: Path) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

@@ -91,6 +91,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("kimi_linear", "KimiLinearForCausalLM", gguf="kimi-linear"),
         _model("lfm2", "Lfm2ForCausalLM", gguf=True),
         _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe", table="MOE_GGUF"),
+        _model("lighton_ocr", "LightOnOcrForConditionalGeneration", "mistral3"),
         _model("llama", "LlamaForCausalLM", gguf=True),
         _model("llava", "LlavaForConditionalGeneration", "image_chats"),
         _model("mimo", "MiMoForCausalLM", "llama_variants", gguf=False),

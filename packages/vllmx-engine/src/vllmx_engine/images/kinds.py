@@ -15,13 +15,14 @@ from vllmx_engine.images.whole import (
     Gemma4Images,
     GemmaImages,
     GlmImages,
+    LightOnImages,
     PixtralImages,
     QwenImages,
     SiglipImages,
 )
 from vllmx_engine.text.model_files import read_json_object
 
-_SHARED = ("scale_factor", "downsample_ratio", "spatial_merge_size")
+_SHARED = ("scale_factor", "downsample_ratio", "spatial_merge_size", "model_type")
 
 
 def find_processor(folder: Path) -> ImageProcessor | None:
@@ -45,14 +46,18 @@ def _of_tower(folder: Path) -> dict[str, Any]:
     patch = vision.get("patch_size") if isinstance(vision, Mapping) else None
     if isinstance(patch, list):  # height and width
         patch = patch[0] if patch else None
-    return {"patch_size": patch, **{key: model.get(key) for key in _SHARED}}
+    return {
+        "patch_size": patch,
+        "tower_patch_size": patch,
+        **{key: model.get(key) for key in _SHARED},
+    }
 
 
 def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
     """The processor that a preprocessor_config.json describes. Raises ConfigError for one that is
     damaged or not known."""
     kind = str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    make = _KINDS.get(kind)
+    make = _OF_MODELS.get(str(config.get("model_type"))) or _KINDS.get(kind)
     if make is None:
         raise ConfigError(
             f"{place} names the image processor {shown(kind)}, which is not known here;"
@@ -81,3 +86,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "SiglipImageProcessor": SiglipImages,
     "SmolVLMImageProcessor": IdeficsImages,
 }
+_OF_MODELS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
+    "lighton_ocr": LightOnImages
+}
+"""By the model's type, where others have the same kind of processor."""

@@ -182,13 +182,25 @@ class PixtralImages(ImageProcessor):
 
     def _fit_of(self, tall: int, wide: int) -> Fit:
         found = super()._fit_of(tall, wide)
-        breaks = found.grid[1] // self.merge - 1
+        breaks = found.grid[1] // self.merge - 1 if self.line_break else 0
         return replace(found, num_tokens=found.num_tokens + breaks)
 
     def written(self, fit: Fit) -> str:
         """See `ImageProcessor`."""
         lines = [self.token * (fit.grid[2] // self.merge)] * (fit.grid[1] // self.merge)
         return self.line_break.join(lines) + self._end
+
+
+class LightOnImages(PixtralImages):
+    """LightOnOCR: the same without tokens between lines. A size holds whole tokens, also where the
+    file names the patch of the tower, for which transformers leaves a rest out."""
+
+    mark = token = "<|image_pad|>"  # noqa: S105 - of a vocabulary
+    line_break = _end = ""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.patch = positive(config, "tower_patch_size", self.patch)
 
 
 # --- LLaVA ----------------------------------------------------------------------------------------

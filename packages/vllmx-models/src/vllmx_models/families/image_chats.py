@@ -59,7 +59,7 @@ def internvl(config: Mapping[str, Any]) -> Decoder:
             raise read.error(key, "must be true")
     sizes = vit_sizes(with_defaults(read, _INTERN_SIZES), 1024, 16, 14)
     ratio = outer.number("downsample_ratio", 0.5)
-    merge = int(1 / ratio)
+    merge = int(1 / max(ratio, 1 / 64))
     if merge * ratio != 1 or sizes["side"] % merge:
         raise outer.error(
             "downsample_ratio", f"must be 1 / n, n a divisor of {sizes['side']} patches"

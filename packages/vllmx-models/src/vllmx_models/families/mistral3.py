@@ -1,5 +1,5 @@
-"""Mistral Small 3.1 and 3.2 and Ministral 3 (Mistral3ForConditionalGeneration): Pixtral's tower in
-front of Mistral."""
+"""Pixtral's tower in front of Mistral (Mistral3ForConditionalGeneration: Mistral Small 3.1 and 3.2,
+Ministral 3) and of Qwen3 (LightOnOcrForConditionalGeneration, arXiv 2601.14251)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,26 @@ def mistral3(config: Mapping[str, Any]) -> Decoder:
     return with_pixtral(text, outer, outer.integer("spatial_merge_size", 2, high=16), join_eps)
 
 
+def lighton_ocr(config: Mapping[str, Any]) -> Decoder:
+    """LightOnOCR: the same before Qwen3, without tokens between lines."""
+    outer = ConfigReader(config, "LightOnOcrForConditionalGeneration")
+    text = inner_text({"tie_word_embeddings": True, **config}, outer.architecture, "qwen3")
+    if config.get("vision_config") is None:
+        return text
+    merge = outer.integer("spatial_merge_size", 2, high=16)
+    modules = ("vision_encoder.", "vision_projection.")
+    return with_pixtral(text, outer, merge, text.spec.norm.eps, modules=modules, breaks=False)
+
+
 def with_pixtral(
-    text: Decoder, outer: ConfigReader, merge: int = 1, join_eps: float | None = None
+    text: Decoder,
+    outer: ConfigReader,
+    merge: int = 1,
+    join_eps: float | None = None,
+    **others: Any,
 ) -> Decoder:
-    """A text model behind Pixtral's tower; `join_eps`: see `PixtralTower`, None: nothing is
-    joined."""
+    """A text model behind Pixtral's tower. `join_eps` and `others`: fields of `PixtralTower`;
+    nothing is joined without the first."""
     read, joins = outer.part("vision_config"), join_eps is not None
     size, heads = read.integer("hidden_size", 1024), read.integer("num_attention_heads", 16)
     if size % heads or size // heads % 4:
@@ -54,5 +69,6 @@ def with_pixtral(
         join_eps=join_eps or 0.0,
         projector_activation=outer.activation("projector_hidden_act", "gelu"),
         projector_bias=outer.flag("multimodal_projector_bias", not joins),
+        **others,
     )
     return seeing(text, tower)

@@ -12,9 +12,14 @@ from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
 from vllmx_models.blocks.rope import Rope
-from vllmx_models.blocks.tower import PatchTower, activated, gated_layer, linear, merge_order
-from vllmx_models.blocks.tower import prefixed as renamed
-from vllmx_models.towers.projected import OTHER_TOWERS, PROJECTOR, TOWER
+from vllmx_models.blocks.tower import (
+    PatchTower,
+    activated,
+    gated_layer,
+    linear,
+    merge_order,
+    prefixed,
+)
 
 _EPS = 1e-5
 
@@ -27,23 +32,28 @@ class PixtralTower(PatchTower):
     join_eps: float
     projector_activation: str = "gelu"
     projector_bias: bool = False
+    modules: tuple[str, str] = ("vision_tower.", "multi_modal_projector.")
+    """Prefixes of the transformer and of the projector in the checkpoint."""
+    breaks: bool = True
+    """True if the prompt has a token of text behind each line of tokens but the last."""
 
     # --- weights ----------------------------------------------------------------------------------
     def weights(self) -> tuple[WeightSpec, ...]:
         """See `vllmx_core.model.Encoder`."""
-        tower = (renamed(spec, TOWER, OTHER_TOWERS) for spec in self._tower_weights())
-        projector = (
-            renamed(spec, PROJECTOR, (f"model.{PROJECTOR}",)) for spec in self._projector()
+        tower, projector = self.modules
+        return (
+            *(prefixed(spec, tower, (f"model.{tower}",)) for spec in self._tower_weights()),
+            *(prefixed(spec, projector, (f"model.{projector}",)) for spec in self._projector()),
         )
-        return (*tower, *projector)
 
     def _tower_weights(self) -> Iterator[WeightSpec]:
-        size, shape = self.hidden_size, (self.hidden_size, 3, self.patch, self.patch)
-        patch = (part(f"{TOWER}patch_conv", size, bias=False),)
+        tower, size = self.modules[0], self.hidden_size
+        shape = (size, 3, self.patch, self.patch)
+        patch = (part(f"{tower}patch_conv", size, bias=False),)
         yield WeightSpec("visual.patch", "linear", patch, self.patch_width, shape=shape)
-        yield vector("visual.first_norm", f"{TOWER}ln_pre.weight", size)
+        yield vector("visual.first_norm", f"{tower}ln_pre.weight", size)
         for index in range(self.depth):
-            ours, theirs = f"visual.{index}", f"{TOWER}transformer.layers.{index}"
+            ours, theirs = f"visual.{index}", f"{tower}transformer.layers.{index}"
             attention, mlp = f"{theirs}.attention", f"{theirs}.feed_forward"
             heads = tuple(part(f"{attention}.{one}_proj", size, bias=False) for one in "qkv")
             both = tuple(
@@ -58,15 +68,16 @@ class PixtralTower(PatchTower):
 
     def _projector(self) -> Iterator[WeightSpec]:
         size, out, bias = self.hidden_size, self.out_size, self.projector_bias
+        projector = self.modules[1]
         if self.joins:
-            yield vector("visual.norm", f"{PROJECTOR}norm.weight", size)
-            joined = (PartSpec(f"{PROJECTOR}patch_merger.merging_layer.weight", size),)
+            yield vector("visual.norm", f"{projector}norm.weight", size)
+            joined = (PartSpec(f"{projector}patch_merger.merging_layer.weight", size),)
             width, shape = size * self.patches_per_token, (size, size, self.merge, self.merge)
             yield WeightSpec(
                 "visual.joined", "linear", joined, width, shape=shape, axes=(0, 2, 3, 1)
             )
-        yield linear("visual.out1", f"{PROJECTOR}linear_1", out, size, bias=bias)
-        yield linear("visual.out2", f"{PROJECTOR}linear_2", out, out, bias=bias)
+        yield linear("visual.out1", f"{projector}linear_1", out, size, bias=bias)
+        yield linear("visual.out2", f"{projector}linear_2", out, out, bias=bias)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         """RoPE tables: rows have the even frequencies, columns the odd ones."""
@@ -93,16 +104,16 @@ class PixtralTower(PatchTower):
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """See `vllmx_core.model.Encoder`: positions of image tokens continue those of text, and
-        each line of tokens but the last ends with a token of text."""
+        """See `vllmx_core.model.Encoder`: positions of image tokens continue those of text."""
         tall, wide = self.sides(grid)
         count, lines, line = tall * wide, tall // self.merge, wide // self.merge
-        featured = (np.arange(lines)[:, None] * (line + 1) + np.arange(line)).reshape(-1)
+        starts = np.arange(lines, dtype=np.int32)[:, None] * np.int32(line + self.breaks)
+        featured = (starts + np.arange(line, dtype=np.int32)).reshape(-1)
         return ImagePlaces(
             np.stack(merge_order(tall, wide, self.merge)),
             np.zeros((count, 0), np.int32),
             np.zeros((count, 0), np.float32),
             None,
             int(featured[-1]) + 1,
-            featured=featured.astype(np.int32),
+            featured=featured if self.breaks else None,
         )

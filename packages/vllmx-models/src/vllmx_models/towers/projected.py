@@ -11,8 +11,8 @@ from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.blocks.tower import activated, linear, norm, normed, prefixed
 from vllmx_models.blocks.vit import ViT
 
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
-OTHER_TOWERS = (f"{TOWER}vision_model.", f"model.{TOWER}", f"model.{TOWER}vision_model.")
+_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_OTHER_TOWERS = (f"{_TOWER}vision_model.", f"model.{_TOWER}", f"model.{_TOWER}vision_model.")
 _EPS = 1e-5
 
 
@@ -26,18 +26,18 @@ class ProjectedTower(ViT):
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """See `vllmx_core.model.Encoder`."""
-        tower = (prefixed(spec, TOWER, OTHER_TOWERS) for spec in self.tower_weights(TOWER))
+        tower = (prefixed(spec, _TOWER, _OTHER_TOWERS) for spec in self.tower_weights(_TOWER))
         projector = (
-            prefixed(spec, PROJECTOR, (f"model.{PROJECTOR}",)) for spec in self._projector()
+            prefixed(spec, _PROJECTOR, (f"model.{_PROJECTOR}",)) for spec in self._projector()
         )
         return (*tower, *projector)
 
     def _projector(self) -> Iterator[WeightSpec]:
         width, out, bias = self.hidden_size * self.merge**2, self.out_size, self.projector_bias
         if self.projector_norm:
-            yield from norm("visual.out_norm", f"{PROJECTOR}layer_norm", width)
-        yield linear("visual.out1", f"{PROJECTOR}linear_1", out, width, bias=bias)
-        yield linear("visual.out2", f"{PROJECTOR}linear_2", out, out, bias=bias)
+            yield from norm("visual.out_norm", f"{_PROJECTOR}layer_norm", width)
+        yield linear("visual.out1", f"{_PROJECTOR}linear_1", out, width, bias=bias)
+        yield linear("visual.out2", f"{_PROJECTOR}linear_2", out, out, bias=bias)
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
         """See `vllmx_core.model.Encoder`."""
