@@ -55,7 +55,7 @@ A class that is not in the table, such as LlavaNextForConditionalGeneration, ser
 if its `text_config` (or `llm_config`, `language_config`, `thinker_config`) has a class or a
 `model_type` of the table, and the tensors lie below one prefix; a line in the log says so. A tiny
 model of each such class of transformers is compared with transformers: Aya Vision, Cohere 2
-Vision, DeepSeek-VL, GLM-ASR, GLM-OCR, GOT-OCR 2, Granite Speech, Idefics 2, Janus, Kimi K2.5,
+Vision, DeepSeek-VL, GLM-ASR, GOT-OCR 2, Granite Speech, Idefics 2, Janus, Kimi K2.5,
 LFM2-VL, LLaVA-NeXT and LLaVA-OneVision, MiniCPM-V 4.6 and 4.7, Nemotron Omni, Ovis 2,
 the thinkers of Qwen2.5-Omni and Qwen3-Omni, Qwen3-ASR, VibeVoice ASR, VideoLLaMA 3. PaliGemma is
 refused: its prompts need attention in both directions. Kimi K3 is refused: its text has an

@@ -25,6 +25,8 @@ from transformers import (
     Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    GlmOcrConfig,
+    GlmOcrForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -374,6 +376,14 @@ def glm4v(kind: Any = Glm4vForConditionalGeneration, config: Any = Glm4vConfig) 
     return _random(kind, config(text_config=text, vision_config=tower, **_TOKENS))
 
 
+def glm_ocr() -> Any:
+    """Heads are wider than the hidden size, and normed in the tower."""
+    rope = {"rope_type": "default", "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
+    text = _TEXT | {"pad_token_id": 0, "rope_parameters": rope | {"rope_theta": 10000.0}}
+    config = GlmOcrConfig(text_config=text, vision_config=_GLM_TOWER, **_TOKENS)
+    return _random(GlmOcrForConditionalGeneration, config)
+
+
 def glm4v_moe() -> Any:
     """The last three layers have experts; queries, keys and values of the tower a bias."""
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
@@ -521,6 +531,7 @@ FAMILIES = {
     "glm46v": Family(partial(glm4v, Glm46VForConditionalGeneration, Glm46VConfig)),
     "glm4v": Family(glm4v),
     "glm4v_moe": Family(glm4v_moe),
+    "glm_ocr": Family(glm_ocr),
     "qwen2_5_vl": Family(qwen2_5_vl),
     "qwen2_vl": Family(qwen2_vl),
     "qwen3_vl": Family(qwen3_vl),

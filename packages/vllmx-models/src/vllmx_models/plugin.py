@@ -64,6 +64,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("glm46v", "Glm46VForConditionalGeneration", "glm4v"),
         _model("glm4v", "Glm4vForConditionalGeneration"),
         _model("glm4v_moe", "Glm4vMoeForConditionalGeneration", "glm4v"),
+        _model("glm_ocr", "GlmOcrForConditionalGeneration", "glm4v"),
         _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf="glm-dsa"),
         _model("gpt2", "GPT2LMHeadModel", gguf=True),
         _model("gpt_neo", "GPTNeoForCausalLM", "gpt2"),

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.model import Activation, Array, Ops, StepInputs, Weight
+from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
@@ -88,9 +89,15 @@ def gated_layer(
     spec: SegmentSpec,
     kind: Activation,
     eps: float,
+    *,
+    qk_norm: bool = False,
 ) -> Array:
-    """Records a layer with RMS norms, RoPE and a gated MLP."""
+    """Records a layer with RMS norms, RoPE and a gated MLP. `qk_norm`: each head of queries and
+    keys is normed by `q_norm` and `k_norm`."""
     qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], eps), w[f"{ours}.qkv"])
+    if qk_norm:
+        norms = HeadNormSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, eps)
+        qkv = ops.head_norm(qkv, norms, w[f"{ours}.q_norm"], w[f"{ours}.k_norm"])
     found = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
     x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
     gate_up = ops.linear(ops.rms_norm(x, w[f"{ours}.norm2"], eps), w[f"{ours}.gate_up"])

@@ -47,6 +47,19 @@ def glm46v(config: Mapping[str, Any]) -> Decoder:
     return glm4v_moe(config) if experts else glm4v(config)
 
 
+def glm_ocr(config: Mapping[str, Any]) -> Decoder:
+    """GLM-OCR: a tower without a table of positions."""
+    defaults = TEXT_TYPES["glm4"]["glm_ocr_text"]
+    return _seeing(config, "GlmOcrForConditionalGeneration", _ocr_text, defaults, _ocr_tower)
+
+
+def _ocr_text(text: Mapping[str, Any]) -> Decoder:
+    """Queries, keys and values have no biases, whatever the config says."""
+    read = ConfigReader(text, "GlmOcrForConditionalGeneration")
+    size = read.integer("hidden_size") // read.integer("num_attention_heads")
+    return glm4({"head_dim": size, **text, "attention_bias": False})
+
+
 def _dense(text: Mapping[str, Any]) -> Decoder:
     """Heads share the hidden size, whatever `head_dim` says."""
     read = ConfigReader(text, "Glm4vForConditionalGeneration")
@@ -59,6 +72,7 @@ def _seeing(
     name: str,
     make: Callable[[Mapping[str, Any]], Decoder],
     defaults: Mapping[str, Any],
+    tower: Callable[[ConfigReader], GlmTower] | None = None,
 ) -> Decoder:
     text, sections = without_sections(text_config(config, defaults))
     decoder = make(text)
@@ -66,33 +80,56 @@ def _seeing(
     if not sees_images(config):
         return decoder
     outer = ConfigReader(config, name)
-    return with_images(decoder, _tower(outer), sectioned_axes(outer, sections, _SECTIONS), outer)
+    axes = sectioned_axes(outer, sections, _SECTIONS)
+    return with_images(decoder, (tower or _tower)(outer), axes, outer)
 
 
 def _tower(outer: ConfigReader) -> GlmTower:
     read = vision_reader(outer)
-    size, heads = read.integer("hidden_size", 1536), read.integer("num_heads", 12)
-    if size % heads or size // heads % 4:
-        raise read.error("num_heads", f"must divide hidden_size = {size} into multiples of 4")
-    if read.integer("in_channels", 3) != 3:
-        raise read.error("in_channels", "must be 3")
     patch, out = square(read, "patch_size", 14, 256), read.integer("out_hidden_size", 4096)
     side = square(read, "image_size", 336, 1 << 14) // patch
     if not side:
         raise read.error("image_size", f"must hold a patch of {patch} pixels")
     return GlmTower(
-        depth=read.integer("depth", 24, high=1024),
-        hidden_size=size,
-        num_heads=heads,
+        **_sizes(read, 1536, 12),
         mlp_size=out,
-        activation=read.activation(),
-        patch=patch,
-        frames=read.integer("temporal_patch_size", 2, high=16),
-        merge=read.integer("spatial_merge_size", 2, high=16),
         out_size=out,
-        theta=read.part("rope_parameters").number("rope_theta", 10000.0),
         table_side=side,
         merger_size=read.integer("intermediate_size", 13696),
         qkv_bias=read.flag("attention_bias", False),
-        eps=read.number("rms_norm_eps", 1e-5),
     )
+
+
+def _ocr_tower(outer: ConfigReader) -> GlmTower:
+    read = vision_reader(outer)
+    out, bias = read.integer("out_hidden_size", 1536), read.flag("attention_bias", True)
+    return GlmTower(
+        **_sizes(read, 1024, 16),
+        mlp_size=read.integer("intermediate_size", 4096),
+        out_size=out,
+        table_side=0,
+        merger_size=3 * out,
+        qkv_bias=bias,
+        bias=bias,
+        qk_norm=True,
+    )
+
+
+def _sizes(read: ConfigReader, size: int, heads: int) -> dict[str, Any]:
+    """The fields of a tower that do not depend on its kind."""
+    size, heads = read.integer("hidden_size", size), read.integer("num_heads", heads)
+    if size % heads or size // heads % 4:
+        raise read.error("num_heads", f"must divide hidden_size = {size} into multiples of 4")
+    if read.integer("in_channels", 3) != 3:
+        raise read.error("in_channels", "must be 3")
+    return {
+        "depth": read.integer("depth", 24, high=1024),
+        "hidden_size": size,
+        "num_heads": heads,
+        "activation": read.activation(),
+        "patch": square(read, "patch_size", 14, 256),
+        "frames": read.integer("temporal_patch_size", 2, high=16),
+        "merge": read.integer("spatial_merge_size", 2, high=16),
+        "theta": read.part("rope_parameters").number("rope_theta", 10000.0),
+        "eps": read.number("rms_norm_eps", 1e-5),
+    }

@@ -1,6 +1,6 @@
 """The vision tower of GLM-4.1V and GLM-4.5V (arXiv 2507.01006): a transformer over patches with 2D
-RoPE and positions that are interpolated bicubically. A convolution makes a token of 2 x 2 patches.
-"""
+RoPE and positions that are interpolated bicubically, which GLM-OCR's has not. A convolution makes a
+token of 2 x 2 patches."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ class GlmTower(PatchTower):
     """A `vllmx_core.model.Encoder`."""
 
     table_side: int
-    """Side of the square position table."""
+    """Side of the square position table; 0: there is none, and no norm behind the patches."""
     merger_size: int
     """The intermediate size of the merger's MLP."""
     qkv_bias: bool
     eps: float
+    bias: bool = False
+    """True if the other matrices of a layer have biases."""
+    qk_norm: bool = False
+    """True if heads of queries and keys are normed."""
     deepstack: tuple[int, ...] = ()
 
     # --- weights ----------------------------------------------------------------------------------
@@ -49,14 +53,18 @@ class GlmTower(PatchTower):
         shape: tuple[int, ...] = (size, 3, self.frames, self.patch, self.patch)
         patch = part(f"{module}.patch_embed.proj", size, bias=True)
         yield WeightSpec("visual.patch", "linear", (patch,), self.patch_width, shape=shape)
-        yield vector("visual.first_norm", f"{module}.post_conv_layernorm.weight", size)
-        table = PartSpec(f"{module}.embeddings.position_embedding.weight", self.table_side**2)
-        yield WeightSpec("visual.positions", "embedding", (table,), size)
+        if self.table_side:
+            yield vector("visual.first_norm", f"{module}.post_conv_layernorm.weight", size)
+            table = PartSpec(f"{module}.embeddings.position_embedding.weight", self.table_side**2)
+            yield WeightSpec("visual.positions", "embedding", (table,), size)
         for index in range(self.depth):
             ours, theirs = f"visual.{index}", f"{module}.blocks.{index}"
             yield from gated_layer_weights(
-                ours, theirs, size, self.mlp_size, qkv_bias=self.qkv_bias, bias=False
+                ours, theirs, size, self.mlp_size, qkv_bias=self.qkv_bias, bias=self.bias
             )
+            for name in ("q_norm", "k_norm") if self.qk_norm else ():
+                head = PartSpec(f"{theirs}.attn.{name}.weight", size // self.num_heads)
+                yield WeightSpec(f"{ours}.{name}", "vector", (head,) * self.num_heads)
         yield vector("visual.norm", f"{module}.post_layernorm.weight", size)
         joined, shape = (part(f"{module}.downsample", out, bias=True),), (out, size)
         width, shape = size * self.patches_per_token, (*shape, self.merge, self.merge)
@@ -72,11 +80,13 @@ class GlmTower(PatchTower):
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
         """See `vllmx_core.model.Encoder`."""
         x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
-        x = ops.rms_norm(x, w["visual.first_norm"], self.eps)
-        x = ops.add(x, ops.mix(step, w["visual.positions"]))
         kind, eps = self.activation, self.eps
+        if self.table_side:
+            x = ops.rms_norm(x, w["visual.first_norm"], eps)
+            x = ops.add(x, ops.mix(step, w["visual.positions"]))
         for index in range(self.depth):
-            x = gated_layer(ops, x, w, step, f"visual.{index}", self.attention, kind, eps)
+            ours, spec = f"visual.{index}", self.attention
+            x = gated_layer(ops, x, w, step, ours, spec, kind, eps, qk_norm=self.qk_norm)
         x = ops.merge(ops.rms_norm(x, w["visual.norm"], eps), self.patches_per_token)
         x = ops.linear(ops.linear(x, w["visual.joined"]), w["visual.merger.proj"])
         x = ops.activation(normed(ops, x, w, "visual.merger.norm", _MERGER_EPS), "gelu")
@@ -88,16 +98,21 @@ class GlmTower(PatchTower):
         """See `vllmx_core.model.Encoder` and `PatchTower.positions`."""
         tall, wide = self.sides(grid)
         row, column = merge_order(tall, wide, self.merge)
+        axes, advance = np.stack([row, column]), max(tall, wide) // self.merge
+        if not self.table_side:
+            none = np.zeros((tall * wide, 0), np.int32)
+            weights = none.astype(np.float32)
+            return ImagePlaces(axes, none, weights, self.positions(tall, wide), advance)
         rows, row_weights = _taps(row, tall, self.table_side)
         columns, column_weights = _taps(column, wide, self.table_side)
         table_rows = rows[:, :, None] * self.table_side + columns[:, None, :]  # (N, 4, 4)
         weights = row_weights[:, :, None] * column_weights[:, None, :]
         return ImagePlaces(
-            np.stack([row, column]),
+            axes,
             table_rows.reshape(-1, 16),
             weights.reshape(-1, 16),
             self.positions(tall, wide),
-            max(tall, wide) // self.merge,
+            advance,
         )
 
 
