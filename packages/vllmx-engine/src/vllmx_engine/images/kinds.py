@@ -89,4 +89,4 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
 _OF_MODELS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "lighton_ocr": LightOnImages
 }
-"""By the model's type, where others have the same kind of processor."""
+"""Processors by model type, for kinds that several models share."""

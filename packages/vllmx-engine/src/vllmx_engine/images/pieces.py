@@ -131,7 +131,8 @@ class InternImages(ImageProcessor):
         )  # fmt: skip
 
     def _shape(self, height: int, width: int) -> tuple[int, int]:
-        """Of equally near ones the largest whose pieces do not double the image's pixels."""
+        """Rows and columns whose shape is nearest to the image's. Among equally near ones the
+        largest is taken whose pieces have less than twice the image's pixels."""
         best, nearest, ratio = (1, 1), math.inf, width / height
         for rows, columns in self._shapes:
             off = abs(ratio - columns / rows)

@@ -50,7 +50,7 @@ def inner_text(config: Mapping[str, Any], architecture: str, default: str) -> De
     kind = config.get("vllmx_text_type") if read is None else read.config.get("model_type", default)
     if not isinstance(kind, str) or kind not in _MAKERS:
         read = read or ConfigReader(config, architecture)
-        raise read.error("model_type", f"is no text model known here; known: {listing(_MAKERS)}")
+        raise read.error("model_type", f"is not a known text model; known: {listing(_MAKERS)}")
     decoder = _MAKERS[kind](text_config(config, TEXT_TYPES.get(kind, {}).get(kind, {})))
     return Decoder(replace(decoder.spec, names=inside_images(config)))
 

@@ -108,7 +108,7 @@ class PixtralTower(PatchTower):
         tall, wide = self.sides(grid)
         count, lines, line = tall * wide, tall // self.merge, wide // self.merge
         starts = np.arange(lines, dtype=np.int32)[:, None] * np.int32(line + self.breaks)
-        featured = (starts + np.arange(line, dtype=np.int32)).reshape(-1)
+        featured = (starts + np.arange(line)).reshape(-1).astype(np.int32)
         return ImagePlaces(
             np.stack(merge_order(tall, wide, self.merge)),
             np.zeros((count, 0), np.int32),
