@@ -15,8 +15,6 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
     Glm4vConfig,
@@ -27,16 +25,6 @@ from transformers import (
     Glm46VForConditionalGeneration,
     GlmOcrConfig,
     GlmOcrForConditionalGeneration,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    LightOnOcrConfig,
-    LightOnOcrForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -55,25 +43,15 @@ from transformers import (
 from vllmx_engine.images.processor import levels_of
 from vllmx_models.blocks.tower import merge_order
 
-PAD, START, END, BREAK = 90, 91, 92, 89
-"""Tokens of the tiny vocabulary: an image's, those around it and between its lines."""
+from .image_parts import BREAK, END, PAD, START, TEXT, random_model
+from .square_models import gemma3, idefics3, internvl, lighton_ocr, llava, mistral3, pixtral
+
+__all__ = ["BREAK", "END", "PAD", "START"]  # for tests of these models
+
 Image = tuple[np.ndarray, tuple[int, int, int]]
 """Patches and grid."""
 
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
 _TURNS: dict[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10000.0,
@@ -114,168 +92,38 @@ _DELTA: dict[str, Any] = {
 }
 
 
-def _random(kind: Any, config: Any) -> Any:
-    torch.manual_seed(0)
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
-    model = kind(config).float().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
 def qwen3_vl() -> Any:
     """Four layers over a tower of three, which gives two layers more."""
-    text, tower = _TEXT | {"rope_parameters": _TURNS}, _TOWER | {"deepstack_visual_indexes": [0, 2]}
+    text, tower = TEXT | {"rope_parameters": _TURNS}, _TOWER | {"deepstack_visual_indexes": [0, 2]}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, **_TOKENS)
-    return _random(Qwen3VLForConditionalGeneration, config)
+    return random_model(Qwen3VLForConditionalGeneration, config)
 
 
 def qwen3_vl_moe() -> Any:
     """Experts in the even layers."""
-    text = _TEXT | _EXPERTS | {"rope_parameters": _TURNS, "mlp_only_layers": [1]}
+    text = TEXT | _EXPERTS | {"rope_parameters": _TURNS, "mlp_only_layers": [1]}
     tower = _TOWER | {"deepstack_visual_indexes": [1]}
     config = Qwen3VLMoeConfig(text_config=text, vision_config=tower, **_TOKENS)
-    return _random(Qwen3VLMoeForConditionalGeneration, config)
+    return random_model(Qwen3VLMoeForConditionalGeneration, config)
 
 
 def qwen3_5() -> Any:
     """Two layers that keep a state."""
-    config = Qwen3_5Config(text_config=_TEXT | _DELTA, vision_config=_TOWER, **_TOKENS)
-    return _random(Qwen3_5ForConditionalGeneration, config)
+    config = Qwen3_5Config(text_config=TEXT | _DELTA, vision_config=_TOWER, **_TOKENS)
+    return random_model(Qwen3_5ForConditionalGeneration, config)
 
 
 def qwen3_5_moe() -> Any:
     """The same with experts."""
-    text = _TEXT | _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 28}
+    text = TEXT | _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 28}
     config = Qwen3_5MoeConfig(text_config=text, vision_config=_TOWER, **_TOKENS)
-    return _random(Qwen3_5MoeForConditionalGeneration, config)
-
-
-def gemma3() -> Any:
-    """An image is longer than the window."""
-    text = _TEXT | {
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "patch_size": 4,
-        "num_attention_heads": 2,
-        "image_size": 24,
-        "vision_use_head": False,
-        "model_type": "siglip_vision_model",
-    }
-    config = Gemma3Config(
-        text_config=text,
-        vision_config=tower,
-        mm_tokens_per_image=9,
-        image_token_index=PAD,
-        tie_word_embeddings=False,
-    )
-    return _random(Gemma3ForConditionalGeneration, config)
-
-
-def idefics3(kind: Any = Idefics3ForConditionalGeneration, config: Any = Idefics3Config) -> Any:
-    """A piece of an image is 6 x 6 patches, a token 2 x 2 of them."""
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "patch_size": 4,
-        "num_attention_heads": 2,
-        "image_size": 24,
-    }
-    text = _TEXT | {"model_type": "llama"}
-    made = config(
-        text_config=text,
-        vision_config=tower,
-        scale_factor=2,
-        image_token_id=PAD,
-        tie_word_embeddings=False,
-    )
-    return _random(kind, made)
-
-
-_SQUARE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "patch_size": 4,
-    "num_attention_heads": 2,
-    "image_size": 24,
-}
-
-
-def internvl(**vision: Any) -> Any:
-    """The class token is seen, and has no feature."""
-    config = InternVLConfig(
-        text_config={"model_type": "qwen3"} | _TEXT,
-        vision_config=_SQUARE | {"attention_bias": True} | vision,
-        image_token_id=PAD,
-        tie_word_embeddings=False,
-    )
-    return _random(InternVLForConditionalGeneration, config)
-
-
-def llava(**vision: Any) -> Any:
-    """Four layers, and the features of the third."""
-    named = {"model_type": "clip_vision_model", "image_size": 16, "num_hidden_layers": 4}
-    config = LlavaConfig(
-        text_config={"model_type": "llama"} | _TEXT,
-        vision_config=_SQUARE | named | vision,
-        image_token_index=PAD,
-        vision_feature_select_strategy="full" if vision else "default",
-        tie_word_embeddings=False,
-    )
-    return _random(LlavaForConditionalGeneration, config)
-
-
-_PIXTRAL: dict[str, Any] = _SQUARE | {"model_type": "pixtral", "head_dim": 16}
-
-
-def mistral3() -> Any:
-    """A token is 2 x 2 patches."""
-    config = Mistral3Config(
-        text_config={"model_type": "mistral"} | _TEXT,
-        vision_config=_PIXTRAL,
-        image_token_index=PAD,
-        tie_word_embeddings=False,
-    )
-    return _random(Mistral3ForConditionalGeneration, config)
-
-
-def lighton_ocr() -> Any:
-    """The same before Qwen3, without breaks."""
-    config = LightOnOcrConfig(
-        text_config={"model_type": "qwen3"} | _TEXT,
-        vision_config=_PIXTRAL,
-        image_token_id=PAD,
-        tie_word_embeddings=False,
-    )
-    return _random(LightOnOcrForConditionalGeneration, config)
-
-
-def pixtral() -> Any:
-    """A token is one patch."""
-    config = LlavaConfig(
-        text_config={"model_type": "mistral"} | _TEXT,
-        vision_config=_PIXTRAL,
-        image_token_index=PAD,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
-    )
-    return _random(LlavaForConditionalGeneration, config)
+    return random_model(Qwen3_5MoeForConditionalGeneration, config)
 
 
 def gemma4(*, clipped: bool = False) -> Any:
     """Images see both ways in every other layer; the last two layers share their pages. Clipped:
     what goes into and out of the tower's matrices is held between bounds, each its own."""
-    text = _TEXT | {
+    text = TEXT | {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
@@ -311,7 +159,7 @@ def gemma4(*, clipped: bool = False) -> Any:
         eoi_token_id=END,
         tie_word_embeddings=True,
     )
-    model = _random(Gemma4ForConditionalGeneration, config)
+    model = random_model(Gemma4ForConditionalGeneration, config)
     for name, buffer in model.named_buffers():
         if "std_" in name or "layer_scalar" in name:
             torch.nn.init.normal_(buffer, std=0.5)
@@ -323,7 +171,7 @@ def gemma4(*, clipped: bool = False) -> Any:
 
 def qwen2_5_vl() -> Any:
     """One layer of the tower's three sees all of an image, the others windows of 2 x 2 tokens."""
-    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"} | {
         "hidden_size": 64,
         "rope_parameters": {
             "rope_type": "default",
@@ -337,12 +185,12 @@ def qwen2_5_vl() -> Any:
         "fullatt_block_indexes": [1],
     }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **_TOKENS)
-    return _random(Qwen2_5_VLForConditionalGeneration, config)
+    return random_model(Qwen2_5_VLForConditionalGeneration, config)
 
 
 def qwen2_vl() -> Any:
     """The tower's sizes have other names."""
-    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"} | {
         "hidden_size": 64,
         "rope_parameters": {
             "rope_type": "default",
@@ -354,7 +202,7 @@ def qwen2_vl() -> Any:
     shared = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
     tower |= {key: _TOWER[key] for key in shared}
     config = Qwen2VLConfig(text_config=text, vision_config=tower, **_TOKENS)
-    return _random(Qwen2VLForConditionalGeneration, config)
+    return random_model(Qwen2VLForConditionalGeneration, config)
 
 
 _GLM_TOWER: dict[str, Any] = {
@@ -366,28 +214,28 @@ _GLM_TOWER: dict[str, Any] = {
 def glm4v(kind: Any = Glm4vForConditionalGeneration, config: Any = Glm4vConfig) -> Any:
     """The tower's table of positions is stretched."""
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"} | {
         "hidden_size": 64,
         "pad_token_id": 0,
         "rope_parameters": rope | {"rope_theta": 10000.0},
     }
     text["model_type"] = "glm4v_text"
     tower = _GLM_TOWER | {"out_hidden_size": 64, "model_type": "glm4v_vision"}
-    return _random(kind, config(text_config=text, vision_config=tower, **_TOKENS))
+    return random_model(kind, config(text_config=text, vision_config=tower, **_TOKENS))
 
 
 def glm_ocr() -> Any:
     """Heads are wider than the hidden size, and normed in the tower."""
     rope = {"rope_type": "default", "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
-    text = _TEXT | {"pad_token_id": 0, "rope_parameters": rope | {"rope_theta": 10000.0}}
+    text = TEXT | {"pad_token_id": 0, "rope_parameters": rope | {"rope_theta": 10000.0}}
     config = GlmOcrConfig(text_config=text, vision_config=_GLM_TOWER, **_TOKENS)
-    return _random(GlmOcrForConditionalGeneration, config)
+    return random_model(GlmOcrForConditionalGeneration, config)
 
 
 def glm4v_moe() -> Any:
     """The last three layers have experts; queries, keys and values of the tower a bias."""
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
-    text = _TEXT | {
+    text = TEXT | {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -397,7 +245,7 @@ def glm4v_moe() -> Any:
     }
     tower = _GLM_TOWER | {"attention_bias": True}
     config = Glm4vMoeConfig(text_config=text, vision_config=tower, **_TOKENS)
-    model = _random(Glm4vMoeForConditionalGeneration, config)
+    model = random_model(Glm4vMoeForConditionalGeneration, config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
