@@ -120,6 +120,15 @@ def test_both_files_are_the_model(name: str, oracle: Any, text: Path) -> None:
     assert "vision_config" not in opened(text, None).config
 
 
+def test_the_hub_is_asked_for_towers_of_models_that_have_one(
+    text: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr("vllmx_models.formats.gguf.mmproj.hub_tower", asked.append)
+    opened(text, None).weights.close()
+    assert bool(asked) is (name not in ("idefics3", "internvl", "mistral3"))
+
+
 TYPED = [
     ("qwen3_vl", "F16", "cpu"),
     ("qwen3_vl", "Q8_0", "numpy"),

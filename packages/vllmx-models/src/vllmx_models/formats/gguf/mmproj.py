@@ -43,10 +43,11 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     """
     if path is not None:
         return _joined(checkpoint, path)
-    if not _forms_of(checkpoint):
+    forms = _forms_of(checkpoint)
+    if not forms:
         return checkpoint
     try:
-        path = _tower_of(checkpoint.path)
+        path = _tower_of(checkpoint.path, any(FORMS[kind].joined is None for kind in forms))
         if path is None:
             return checkpoint
         joined = _joined(checkpoint, path)
@@ -57,8 +58,9 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     return joined
 
 
-def _tower_of(model: Path) -> Path | None:
-    """The tower's file in the folder of a model, or in its repository on the hub."""
+def _tower_of(model: Path, on_hub: bool) -> Path | None:
+    """The tower's file in the folder of a model, or in its repository on the hub, which is not
+    asked for models that usually have none."""
     names = [path.name for path in model.parent.glob("mmproj*.gguf")]
     chosen = projector_among(names)
     if chosen is not None:
@@ -70,7 +72,7 @@ def _tower_of(model: Path) -> Path | None:
             ", ".join(sorted(names)),
         )
         return None
-    return hub_tower(model)
+    return hub_tower(model) if on_hub else None
 
 
 def _forms_of(checkpoint: Checkpoint) -> list[str]:
