@@ -51,17 +51,16 @@ that MPNet and Jina v2 add to scores of attention by distance, and the pooling o
 
 ## Text of multimodal models
 
-A class that is not in the table, such as LlavaForConditionalGeneration, serves its text alone if
-its `text_config` (or `llm_config`, `language_config`, `thinker_config`) has a class or a
+A class that is not in the table, such as LlavaNextForConditionalGeneration, serves its text alone
+if its `text_config` (or `llm_config`, `language_config`, `thinker_config`) has a class or a
 `model_type` of the table, and the tensors lie below one prefix; a line in the log says so. A tiny
 model of each such class of transformers is compared with transformers: Aya Vision, Cohere 2
-Vision, DeepSeek-VL, GLM-4.1V to 4.6V, GLM-ASR, GLM-OCR, GOT-OCR 2, Granite Speech, Idefics 2 and 3,
-InternVL, Janus, Kimi K2.5, LFM2-VL, LightOnOCR, LLaVA in all forms, MiniCPM-V 4.6 and 4.7, Mistral
-Small 3, Nemotron Omni, Ovis 2, Qwen2-Audio, Qwen2-VL, the thinkers of Qwen2.5-Omni and Qwen3-Omni,
-Qwen3-ASR, SmolVLM, VibeVoice ASR, VideoLLaMA 3, Voxtral. PaliGemma is refused: its prompts need
-attention in both directions. Kimi K3 is refused: its text has an activation, an output gate and
-residuals that KimiLinearForCausalLM does not have. PaddleOCR-VL rotates in another way than ERNIE
-4.5, so it is not in the list.
+Vision, DeepSeek-VL, GLM-ASR, GOT-OCR 2, Granite Speech, Idefics 2, Janus, Kimi K2.5,
+LFM2-VL, LLaVA-NeXT and LLaVA-OneVision, MiniCPM-V 4.6 and 4.7, Nemotron Omni, Ovis 2,
+the thinkers of Qwen2.5-Omni and Qwen3-Omni, Qwen3-ASR, VibeVoice ASR, VideoLLaMA 3. PaliGemma is
+refused: its prompts need attention in both directions. Kimi K3 is refused: its text has an
+activation, an output gate and residuals that KimiLinearForCausalLM does not have. PaddleOCR-VL
+rotates in another way than ERNIE 4.5, so it is not in the list.
 
 ## Folders in Mistral's own form
 

@@ -65,14 +65,16 @@ def answers(loaded: Any, steps: list[Any]) -> np.ndarray:
     return np.concatenate(found)
 
 
-SEEN = {"qwen3_vl": [5, 3, 1, 40], "gemma3": [4, 9, 40], "qwen2_5_vl": [5, 3, 1, 40]}
+CUT = [5, 3, 1, 40]
+SEEN = {"qwen3_vl": CUT, "gemma3": [4, 9, 40]}
+SEEN |= dict.fromkeys(("qwen2_5_vl", "internvl", "llava", "mistral3", "glm4v", "qwen2_vl"), CUT)
 
 
 @pytest.mark.parametrize("family", SEEN, indirect=True)
 def test_logits(family: Family, oracle: Any, given: tuple[Any, Any], request: Any) -> None:
     """Chunks, a decode step, and a pass of the tower in parts with a step between them."""
     images = [family.image(2, 4, 3)]
-    ids = [*prompt(images)[0], 11, 12]
+    ids = [*prompt(images, family.merge, family.breaks)[0], 11, 12]
     model, loaded = given[0], load(given, "f32", EmulatedDevice(emulator=EMULATOR))
     tower, steps = plans(model, ids, images, SEEN[request.node.callspec.params["family"]])
     try:
@@ -85,7 +87,7 @@ def test_logits(family: Family, oracle: Any, given: tuple[Any, Any], request: An
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-5
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "internvl"], indirect=True)
 def test_tensor_cores(family: Family, oracle: Any, given: tuple[Any, Any]) -> None:
     """Spans and windows of images in tiles: coarse, but no garbage."""
     images = [family.image(6, 6, 2)]

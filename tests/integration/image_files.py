@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from ..null.gguf.models import TYPES, of_type  # noqa: TID252 - no package to name
+from ..null.gguf.models import TYPES, interleave, of_type  # noqa: TID252 - no package to name
 from ..null.gguf.test_recurrent import LINEAR, converted  # noqa: TID252
 
 Tensors = dict[str, np.ndarray]
@@ -24,8 +24,8 @@ def parts_of(model: Any) -> tuple[Tensors, Tensors]:
     tower: Tensors = {}
     for name, values in model.state_dict().items():
         array = values.numpy()
-        if name.startswith("model.language_model."):
-            text[name.replace("language_model.", "", 1)] = array
+        if name.startswith(("model.language_model.", "model.text_model.")):
+            text[f"model.{name.split('.', 2)[2]}"] = array
         elif name == "lm_head.weight":
             if not model.config.tie_word_embeddings:
                 text[name] = array
@@ -87,6 +87,18 @@ def _gemma3(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
 
 
+def _qwen3(writer: gguf.GGUFWriter, config: Any) -> None:
+    _heads(writer, config.text_config.head_dim)
+    writer.add_rope_freq_base(config.text_config.rope_parameters["rope_theta"])
+
+
+def _llama(writer: gguf.GGUFWriter, config: Any) -> None:
+    text = config.text_config
+    _heads(writer, text.head_dim)
+    writer.add_rope_dimension_count(text.head_dim)
+    writer.add_rope_freq_base(text.rope_parameters["rope_theta"])
+
+
 def _gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     text, whole, local = config.text_config, 24, 16  # heads of layers without and with a window
     _heads(writer, whole)
@@ -116,6 +128,14 @@ def _delta(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
 
 def _plus_one(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
     return name, values + 1 if name.endswith("norm.weight") else values
+
+
+def _permuted(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """Llama's rotated pairs lie next to each other."""
+    heads = {"q_proj.weight": 4, "k_proj.weight": 2}
+    return name, next(
+        (interleave(values, n) for end, n in heads.items() if name.endswith(end)), values
+    )
 
 
 def _same(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
@@ -159,6 +179,34 @@ def _gemma3_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[
     yield name, values + 1 if "soft_emb_norm" in name else values
 
 
+def _idefics3_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"model.{name}", values
+
+
+def _pixtral_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        values = interleave(values, config.vision_config.num_attention_heads)
+    if name == "vision_tower.ln_pre.weight":  # a row of the text model's table beside it
+        yield "v.token_embd.img_break", np.ones(config.text_config.hidden_size, np.float32)
+    yield name, values
+
+
+_INTERN_PROJECTOR = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
+
+
+def _internvl_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    where = name.split(".")
+    if where[0] == "multi_modal_projector":
+        yield f"{_INTERN_PROJECTOR[where[1]]}.{where[2]}", values
+        return
+    if where[-1].startswith("lambda_"):
+        yield f"v.blk.{where[3]}.ls{where[-1][-1]}.weight", values
+        return
+    if where[-1] == "position_embeddings":
+        name += ".weight"
+    yield f"model.{name}", values[0] if values.ndim == 3 else values
+
+
 def _gemma4_tower(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     values = values[None] if not values.shape else values
     name = name.replace("vision_tower.encoder.layers.", _GEMMA4_LAYER)
@@ -187,6 +235,7 @@ class Files:
     change: Callable[[str, np.ndarray], tuple[str, np.ndarray]] = _same
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Of the tower."""
+    top: Mapping[str, Any] = field(default_factory=dict)
 
 
 FILES = {
@@ -202,9 +251,25 @@ FILES = {
         gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2.5vl_merger", _qwen2_5_tower,
         keys={"n_wa_pattern": 2, "window_size": 16},
     ),
+    "mistral3": Files(
+        gguf.MODEL_ARCH.LLAMA, _llama, "pixtral", _pixtral_tower, _permuted,
+        {"spatial_merge_size": 2}, {"clip.use_gelu": True},
+    ),
+    "qwen2_vl": Files(
+        gguf.MODEL_ARCH.QWEN2VL, _qwen2_5_vl, "qwen2vl_merger", _qwen2_5_tower,
+        keys={"embedding_length": 32, "feed_forward_length": 64},
+    ),
     "gemma3": Files(
         gguf.MODEL_ARCH.GEMMA3, _gemma3, "gemma3", _gemma3_tower, _plus_one,
         {"projector.scale_factor": 2},
+    ),
+    "idefics3": Files(
+        gguf.MODEL_ARCH.LLAMA, _llama, "idefics3", _idefics3_tower, _permuted,
+        {"projector.scale_factor": 2},
+    ),
+    "internvl": Files(
+        gguf.MODEL_ARCH.QWEN3, _qwen3, "internvl", _internvl_tower,
+        keys={"projector.scale_factor": 2}, top={"clip.use_gelu": True},
     ),
     "gemma4": Files(
         gguf.MODEL_ARCH.GEMMA4, _gemma4, "gemma4v", _gemma4_tower,
@@ -264,7 +329,7 @@ def write_tower(
         "image_size": 24,
         "patch_size": vision.patch_size,
         "embedding_length": vision.hidden_size,
-        "feed_forward_length": vision.intermediate_size,
+        "feed_forward_length": getattr(vision, "intermediate_size", None),
         "block_count": depth,
         "attention.head_count": heads,
         "attention.layer_norm_epsilon": 1e-6,
@@ -276,7 +341,7 @@ def write_tower(
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")
     stated = {f"clip.vision.{key}": value for key, value in known.items()}
-    for key, value in (stated | {projector: files.kind} | keys).items():
+    for key, value in (stated | {projector: files.kind} | {**files.top, **keys}).items():
         match value:
             case bool():
                 writer.add_bool(key, value)

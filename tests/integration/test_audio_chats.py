@@ -122,7 +122,7 @@ def test_features_are_transformers(family: Family, oracle: Any, folder: Path) ->
             rows = np.frombuffer(given.patches, np.float32).reshape(fit.num_rows, -1)
             keep = np.arange(start, start := start + fit.num_tokens, dtype=np.int32)
             places = model.encoder.places(given.grid)
-            loaded.encode(tower_plan(model.encoder, [rows], [places], keep))
+            loaded.encode(tower_plan(model.encoder, [rows], [places], keep, 0))
             found = loaded._features[0][keep]
             assert found.shape == theirs.shape
             assert np.abs(found - theirs).max() < 2e-4 * np.abs(theirs).max()

@@ -63,6 +63,10 @@ def opened(text: Path, tower: Path | None) -> Checkpoint:
         raise
 
 
+def ids_of(family: Family, images: list[Any]) -> list[int]:
+    return [*prompt(images, family.merge, family.breaks)[0], 11, 12]
+
+
 def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: str) -> np.ndarray:
     """The logits that vllmx computes of a prompt with the images."""
     model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
@@ -71,7 +75,7 @@ def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: s
     assert spec is not None
     loaded = spec.load()().load(model, checkpoint.weights, options)
     try:
-        tower, (plan,) = plans(model, [*prompt(images)[0], 11, 12], images, [64])
+        tower, (plan,) = plans(model, ids_of(family, images), images, [64])
         loaded.encode(tower)
         rows = sampling_rows(plan.num_logit_rows)
         rows.whole = np.arange(plan.num_logit_rows, dtype=np.int32)
@@ -86,7 +90,7 @@ def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: s
 
 def check(family: Family, oracle: Any, checkpoint: Checkpoint, backend: str = "numpy") -> None:
     images = [family.image(*size) for size in SIZES]
-    wanted = family.logits(oracle, [*prompt(images)[0], 11, 12], images)
+    wanted = family.logits(oracle, ids_of(family, images), images)
     found = logits(checkpoint, family, images, backend)
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-5
 
@@ -114,6 +118,15 @@ def test_both_files_are_the_model(name: str, oracle: Any, text: Path) -> None:
     (text.parent / "mmproj-F16.gguf").unlink()
     tower.unlink()
     assert "vision_config" not in opened(text, None).config
+
+
+def test_the_hub_is_asked_for_towers_of_models_that_have_one(
+    text: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr("vllmx_models.formats.gguf.mmproj.hub_tower", asked.append)
+    opened(text, None).weights.close()
+    assert bool(asked) is (name not in ("idefics3", "internvl", "mistral3"))
 
 
 TYPED = [
@@ -246,7 +259,8 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
 
 def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": ["SmolLM3ForCausalLM"],
+        "vocab_size": 97,
         "num_hidden_layers": 1,
         "hidden_size": 48,
         "num_attention_heads": 4,
@@ -258,7 +272,7 @@ def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_
     }
     tensors = {"token_embd.weight": np.ones((97, 48), np.float32)}
     text = write_model(tmp_path / "text.gguf", config, tensors, of_type(TYPES["F32"]))
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*text alone.*leave --mmproj out"):
+    with pytest.raises(ConfigError, match=r"SmolLM3ForCausalLM.*text alone.*leave --mmproj out"):
         opened(text, pair[1])
 
 

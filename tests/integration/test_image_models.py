@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +21,7 @@ from vllmx_core.plugins.specs import BackendSpec, ModelSpec
 from vllmx_core.recorded.recording import prepare
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
-from .image_models import END, FAMILIES, PAD, START, VARIANTS, Family, colours_last, save
+from .image_models import BREAK, END, FAMILIES, PAD, START, VARIANTS, Family, colours_last, save
 
 REGISTRY = load_registry()
 TEXT = [5, 6, 7]
@@ -51,13 +52,15 @@ def load(folder: Path, backend: str, **changes: Any) -> tuple[Any, Any]:
     return model, spec.load()().load(model, checkpoint.weights, options)
 
 
-def prompt(images: list[Any]) -> tuple[list[int], list[int]]:
+def prompt(images: list[Any], merge: int = 2, breaks: bool = False) -> tuple[list[int], list[int]]:
     """Ids, and where the images are."""
     ids, starts = list(TEXT), []
-    for patches, _ in images:
+    for _, (_, tall, wide) in images:
         ids.append(START)
         starts.append(len(ids))
-        ids += [PAD] * (len(patches) // 4) + [END, 8]
+        lines = [[PAD] * (wide // merge) + [BREAK] * breaks] * (tall // merge)
+        tokens = [token for line in lines for token in line]
+        ids += [*tokens[: len(tokens) - breaks], END, 8]
     return ids, starts
 
 
@@ -65,13 +68,18 @@ def plans(model: Any, ids: list[int], images: list[Any], chunks: list[int]) -> A
     """The tower's pass, and steps of so many tokens."""
     encoder = encoder_of(model)
     assert encoder is not None
-    starts = prompt(images)[1]
+    size = encoder.patches_per_token
     places = [encoder.places(grid) for _, grid in images]
-    counts = [len(patches) // 4 for patches, _ in images]
+    breaks = any(one.featured is not None for one in places)
+    starts = prompt(images, math.isqrt(size), breaks)[1]
+    counts = [
+        one.num_tokens(len(image[0]) // size) for one, image in zip(places, images, strict=True)
+    ]
     keep = np.arange(3, 3 + sum(counts), dtype=np.int32)[::-1].copy()  # anywhere in the store
     rows = np.full(len(ids), -1, np.int32)
     for start, count, end in zip(starts, counts, np.cumsum(counts), strict=True):
         rows[start : start + count] = keep[end - count : end]
+    rows[np.array(ids) == BREAK] = -1
     turns = turns_of(list(zip(starts, places, strict=True)))
     steps, begin = [], 0
     for size in chunks:
@@ -92,7 +100,7 @@ def plans(model: Any, ids: list[int], images: list[Any], chunks: list[int]) -> A
         steps.append(replace(plan, **arrays))
         begin = end
     shown = [colours_last(one) if encoder.colours_last else one for one, _ in images]
-    tower = tower_plan(encoder, shown, places, keep) if images else None
+    tower = tower_plan(encoder, shown, places, keep, 0) if images else None
     return tower, steps
 
 
@@ -139,7 +147,9 @@ def answered(family: Family, oracle: Any) -> dict[str, tuple[list[Any], list[int
     found = {}
     for name, (sizes, _) in CASES.items():
         images = [family.image(*size) for size in sizes]
-        ids = [*prompt(images)[0], 11, 12]
+        if family.form == "pixtral" and name == "one token for an image":
+            continue  # transformers itself fails
+        ids = [*prompt(images, family.merge, family.breaks)[0], 11, 12]
         found[name] = images, ids, family.logits(oracle, ids, images)
     return found
 

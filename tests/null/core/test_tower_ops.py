@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.errors import OpError
-from vllmx_core.image_plan import turns_of
+from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import ImagePlaces
 from vllmx_core.ops.formulas import NumpyFrame, NumpyWeights
 from vllmx_core.ops.merge import Merge
@@ -106,3 +107,29 @@ def test_turns() -> None:
     assert turns.at(3, 5).tolist() == [[2, 2], [3, 4]]
     assert turns.at(9, 11).tolist() == [[7, 8], [7, 8]]
     assert turns_of([]) is None
+
+
+class Tower:
+    """An `Encoder` of two patches for a token, whose places nobody asks for."""
+
+    patches_per_token = 2
+
+
+def test_a_pass_keeps_the_features_of_tokens_alone() -> None:
+    """Rows behind the patches have patches of zeros and go to the spare row; tokens of text have
+    no feature, and an order is that of patches and features alike."""
+
+    def places(rows: int, **others: Any) -> ImagePlaces:
+        positions, ones = np.zeros((2, rows), np.int32), np.ones((rows, 1), np.float32)
+        return ImagePlaces(positions, np.zeros((rows, 1), np.int32), ones, None, rows, **others)
+
+    order, featured = np.array([1, 0], np.int32), np.array([0, 3], np.int32)
+    added, broken = places(6), places(4, order=order, featured=featured)
+    assert (added.num_tokens(2), broken.num_tokens(2)) == (2, 4)
+    patches = [np.full((4, 3), 1, np.float32), np.arange(12, dtype=np.float32).reshape(4, 3)]
+    keep = np.array([5, 6, 10, 11, 12, 13], np.int32)
+    plan = tower_plan(Tower(), patches, [added, broken], keep, 99)  # type: ignore[arg-type]
+    assert plan.query_start.tolist() == [0, 6, 10]
+    assert plan.patches is not None
+    assert plan.patches.keep.tolist() == [5, 6, 99, 13, 10]
+    assert plan.patches.values[:, 0].tolist() == [1, 1, 1, 1, 0, 0, 6, 9, 0, 3]

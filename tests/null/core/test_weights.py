@@ -139,6 +139,32 @@ def test_assemble_joins_parts_biases_and_offset() -> None:
     assert none is None
 
 
+def test_axes_are_flattened_in_the_order_of_the_map() -> None:
+    """A convolution, or its matrix, over rows of features side by side."""
+    values = np.arange(48, dtype=np.float32).reshape(2, 6, 2, 2)
+    wanted = values.transpose(0, 2, 3, 1).reshape(2, 24)
+    for stored in (values, values.reshape(2, 24)):
+        parts = (PartSpec("a", 2),)
+        spec = WeightSpec("w", "linear", parts, 24, shape=(2, 6, 2, 2), axes=(0, 2, 3, 1))
+        np.testing.assert_array_equal(assemble(spec, ArraySource({"a": stored}))[0], wanted)
+    with pytest.raises(WeightFormatError, match="do not belong together"):
+        assemble(spec, ArraySource({"a": values.reshape(2, 2, 6, 2)}))
+
+
+def test_parts_of_a_table_may_be_vectors() -> None:
+    parts = (PartSpec("one", 1), PartSpec("more", 3), PartSpec("last", 1))
+    given = {
+        "one": np.full((1, 1, 4), 7, np.float32),
+        "more": np.arange(12, dtype=np.float32).reshape(1, 3, 4),
+        "last": np.full(4, 8, np.float32),
+    }
+    spec = WeightSpec("w", "embedding", parts, 4, shape=(3, 4))
+    found = assemble(spec, ArraySource(given))[0]
+    np.testing.assert_array_equal(found, np.concatenate([a.reshape(-1, 4) for a in given.values()]))
+    with pytest.raises(WeightFormatError, match="do not belong together"):
+        assemble(spec, ArraySource({**given, "last": np.zeros(5, np.float32)}))
+
+
 def test_assemble_refuses_missing_and_misshapen_tensors() -> None:
     source = ArraySource({"weight": np.zeros((3, 4), np.float32)})
     with pytest.raises(WeightFormatError, match=r"'wieght'; nearest: weight"):

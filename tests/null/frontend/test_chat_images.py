@@ -17,7 +17,8 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat_images import ChatImages, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.processor import Fit, GemmaImages, ImageProcessor
+from vllmx_engine.images.processor import Fit, ImageProcessor
+from vllmx_engine.images.whole import GemmaImages
 from vllmx_engine.llm import LLM
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.images import ImageRoom, Pixels, PreparedImage

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_images import place_images, write_images
-from vllmx_engine.images.processor import Fit, GemmaImages, QwenImages
+from vllmx_engine.images.processor import Fit
+from vllmx_engine.images.whole import GemmaImages, QwenImages
 
 
 def test_marks_become_places() -> None:

@@ -97,7 +97,8 @@ class LoadedInfo(Record):
     """Above 1: the maximum number of steps in flight (otherwise two), each in another stage of the
     model. Except for chunks of a prompt their rows must differ, and their tokens must be known."""
     num_feature_rows: int = 0
-    """Tokens of images whose features the store holds; 0: the model sees none."""
+    """Tokens of images whose features the store holds, in the rows before one for features that
+    are dropped; 0: the model sees none."""
     encodes_in_parts: bool = False
     """True if a pass of the tower can be run in parts; see `SeeingModel.encode`."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S

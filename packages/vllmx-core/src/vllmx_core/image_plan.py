@@ -12,17 +12,18 @@ from vllmx_core.records import Record
 
 
 def tower_plan(
-    encoder: Encoder, patches: Sequence[F32], places: Sequence[ImagePlaces], keep: I32
+    encoder: Encoder, patches: Sequence[F32], places: Sequence[ImagePlaces], keep: I32, spare: int
 ) -> StepPlan:
     """The pass over some images, (N, D) patches each, whose features go to the rows `keep` of the
-    store."""
-    lengths = np.array([len(rows) for rows in patches], np.int32)
+    store, one for each token; those that are dropped go to the row `spare`."""
+    lengths = np.array([one.rope_positions.shape[1] for one in places], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     count, size = int(ends[-1]), encoder.patches_per_token
-    kept = np.split(keep, ends[:-1] // size)
+    tokens = [one.num_tokens(len(rows) // size) for rows, one in zip(patches, places, strict=True)]
+    kept = np.split(keep, np.cumsum(tokens)[:-1])
     pairs = list(zip(patches, kept, places, strict=True))
-    patches = [rows if one.order is None else _ordered(rows, one.order) for rows, _, one in pairs]
-    keep = np.concatenate([to if one.order is None else to[one.order] for _, to, one in pairs])
+    patches = [_laid_out(rows, one) for rows, _, one in pairs]
+    keep = np.concatenate([_kept(to, one, size, spare) for _, to, one in pairs])
     windows = [one.windows for one in places if one.windows is not None]
     return StepPlan(
         tokens=np.zeros(count, np.int32),
@@ -43,10 +44,19 @@ def tower_plan(
     )
 
 
-def _ordered(rows: F32, order: I32) -> F32:
-    """The patches of an image, those of each token together, token by token in this order."""
-    found: F32 = rows.reshape(len(order), -1)[order].reshape(rows.shape)
-    return found
+def _laid_out(rows: F32, places: ImagePlaces) -> F32:
+    """The patches of an image in the order of its tokens, and zeros for rows behind them."""
+    order, added = places.order, places.rope_positions.shape[1] - len(rows)
+    if order is not None:
+        rows = rows.reshape(len(order), -1)[order].reshape(rows.shape)
+    return np.concatenate([rows, np.zeros((added, rows.shape[1]), np.float32)]) if added else rows
+
+
+def _kept(keep: I32, places: ImagePlaces, size: int, spare: int) -> I32:
+    keep = keep if places.featured is None else keep[places.featured]
+    keep = keep if places.order is None else keep[places.order]
+    dropped = places.rope_positions.shape[1] // size - len(keep)
+    return np.concatenate([keep, np.full(dropped, spare, np.int32)])
 
 
 class Turns(Record):

@@ -254,10 +254,12 @@ class ModelShape(Record):
 
 
 class ImagePlaces(Record):
-    """Positions of the patches and features of one image, computed from its grid of patches."""
+    """Positions of the patches and features of one image, computed from its grid of patches. N may
+    exceed the patches: rows that the tower adds behind them, such as one for a class token, have
+    patches of zeros, and their features are dropped."""
 
     rope_positions: I32
-    """(A, N) rotary positions of each patch in the tower."""
+    """(A, N) rotary positions of each row in the tower."""
     table_rows: I32
     """(N, k) see `PatchRows`."""
     table_weights: F32
@@ -272,6 +274,13 @@ class ImagePlaces(Record):
     patches follow; None: unchanged."""
     windows: I32 | None = None
     """(w,) patches of each window, in that order; see `PatchRows`."""
+    featured: I32 | None = None
+    """(n,) the image's tokens with a feature, ascending and the last one included, where others
+    between them are text, such as the breaks of lines; None: all."""
+
+    def num_tokens(self, num_features: int) -> int:
+        """Tokens of an image with so many features, text between them included."""
+        return num_features if self.featured is None else int(self.featured[-1]) + 1
 
 
 class Encoder(Protocol):

@@ -253,7 +253,7 @@ def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
         num_state_slots=sizes.kv.states.num_slots,
         state_slot_bytes=sizes.kv.states.slot_bytes,
         keeps_states_after=True,
-        num_feature_rows=0 if sizes.tower is None else sizes.features[0][0],
+        num_feature_rows=0 if sizes.tower is None else sizes.features[0][0] - 1,
         encodes_in_parts=sizes.tower is not None,
         details={
             "architecture": device.info.arch,

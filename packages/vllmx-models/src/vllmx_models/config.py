@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from vllmx_core.dtypes import SHORT_NAMES
 from vllmx_core.errors import UnsupportedModelError, shown_entry
@@ -119,8 +119,13 @@ class ConfigReader:
             return None
         return self.number(key, default)
 
-    def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
+    def activation(
+        self, key: str = "hidden_act", default: str = "silu", also: tuple[str, ...] = ()
+    ) -> Activation:
+        """The name of an op's activation; names in `also` are returned as they are."""
         value = self._value(key, default)
+        if value in also:
+            return cast(Activation, value)
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise self.error(key, f"is not known here; known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]

@@ -43,3 +43,13 @@ TEXT_TYPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "qwen3_moe": {"qwen3_omni_moe_text": _type(3584, 2048, 18944, 28, 28, 4, 32768, **_M)},
 }
 """Model -> model types -> defaults."""
+TEXT_ARCHITECTURES: Mapping[str, str] = {
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "ministral3",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Model types by architecture, for GGUF files whose text models get a tower of another file."""

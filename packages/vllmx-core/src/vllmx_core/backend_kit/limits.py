@@ -59,10 +59,11 @@ def feature_bytes(shape: ModelShape, options: LoadOptions) -> int:
 
 
 def feature_shapes(shape: ModelShape, options: LoadOptions) -> list[tuple[int, int]]:
-    """(rows, width) of each part of the feature store: those of images, then those of taps."""
+    """(rows, width) of each part of the feature store: those of images, with a row for features
+    that are dropped, then those of taps."""
     found: list[tuple[int, int]] = []
     if shape.features is not None:
-        size = (feature_rows(shape, options), shape.features.width)
+        size = (feature_rows(shape, options) + 1, shape.features.width)
         found += [size] * shape.features.parts
     if shape.taps is not None:
         found += shape.taps.shapes(shape.hidden_size)

@@ -18,6 +18,7 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource, is_plain
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 from vllmx_core.weights.views import (
+    Permuted,
     Reshaped,
     any_cols_of,
     entry_of,
@@ -101,7 +102,11 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     part = source.part(wanted.name) if spec.role == "ids" else _numbers(source, wanted.name)
     if (shape := spec.shape_of(wanted)) is not None:
         if spec.kind in ("linear", "embedding"):
-            return _flattened(part, shape, (wanted.rows, spec.cols))
+            matrix = (wanted.rows, spec.cols)
+            found = _flattened(part, shape, matrix)
+            if spec.axes is None:
+                return found
+            return Permuted(part.name, matrix, DENSE, (found,), whole=shape, axes=spec.axes)
         return _shaped(part, shape, wanted)
     if wanted.entry is not None:
         part = _of_stack(part, wanted.entry, axes=2 if spec.kind == "vector" else 3)
@@ -213,13 +218,19 @@ def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> Weigh
 
 
 def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]) -> WeightPart:
-    """Returns a tensor of this shape as a matrix, ignoring axes of length 1."""
-    _check_axes(part, shape)
+    """Returns a tensor of this shape, or of the matrix's, as a matrix. Axes of length 1 are
+    ignored."""
+    if _axes(part.shape) != _axes(matrix):
+        _check_axes(part, shape)
     return _reshaped(part, matrix)
 
 
+def _axes(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n > 1]
+
+
 def _check_axes(part: WeightPart, shape: tuple[int, ...]) -> None:
-    if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
+    if _axes(part.shape) != _axes(shape):
         checked(part, shape)
 
 

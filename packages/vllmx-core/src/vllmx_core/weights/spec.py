@@ -105,8 +105,10 @@ class WeightSpec(Record):
     shape: tuple[int, ...] | None = None
     """The shape of each tensor with more axes than the weight, which is flattened row-major. For a
     "vector", such as the taps of a convolution, `rows` counts values and `runs` picks along the
-    first axis; for a "linear" of one tensor the result is (rows, cols). Axes of length 1 in the
+    first axis; for a "linear" or an "embedding" each part is (rows, cols). Axes of length 1 in the
     file are ignored. A first axis of 0 is as long as the part's `rows` ask for."""
+    axes: tuple[int, ...] | None = None
+    """The order in which the axes of `shape` are flattened; None: as they are stored."""
 
     @property
     def rows(self) -> int:

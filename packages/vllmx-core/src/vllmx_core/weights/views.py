@@ -224,6 +224,21 @@ class Reshaped(View):
         return self.of.dequantize().reshape(self.shape)[begin:end]
 
 
+class Permuted(View):
+    """A tensor of the shape `whole` with its axes in another order, as a float32 matrix."""
+
+    whole: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    @property
+    def keeps_layout(self) -> bool:
+        return False
+
+    def floats(self, begin: int, end: int) -> F32:
+        values = self.of.dequantize().reshape(self.whole).transpose(self.axes)
+        return np.ascontiguousarray(values.reshape(self.shape)[begin:end])
+
+
 # --- picks ----------------------------------------------------------------------------------------
 def entry_of(part: WeightPart, entry: int) -> WeightPart:
     """Returns one (rows, cols) matrix, or (rows,) vector, of a part with one more axis in front.

@@ -19,8 +19,9 @@ from vllmx_engine.audio.processor import AudioFit, AudioProcessor, find_audio_pr
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
+from vllmx_engine.images.kinds import find_processor, processor_of
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
+from vllmx_engine.images.processor import Fit, ImageProcessor
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 from vllmx_engine.text.messages import AUDIO_PARTS, IMAGE_PARTS
 from vllmx_engine.text.prompt_text import PromptText
@@ -51,13 +52,16 @@ def write_images(prompt: str, processor: Processor, written: Sequence[str]) -> s
     return PromptText.of_marked(text) if isinstance(prompt, PromptText) else text
 
 
-def place_images(ids: Sequence[int], token_id: int, sizes: Sequence[int]) -> list[int]:
+def place_images(
+    ids: Sequence[int], token_id: int, sizes: Sequence[int], break_id: int = -1
+) -> list[int]:
     """The place of the first token of each run among the ids of a prompt of `write_images`.
-    `sizes`: tokens of the runs, which are images or pieces of them.
+    `sizes`: tokens of the runs, which are images or pieces of them, with those between lines,
+    `break_id`.
 
     Raises InvalidRequestError where a text of the conversation holds the token of images.
     """
-    at = np.flatnonzero(np.asarray(ids, np.int64) == token_id)
+    at = np.flatnonzero(np.isin(np.asarray(ids, np.int64), (token_id, break_id)))
     starts: list[int] = []
     taken = 0
     for num_tokens in sizes:
@@ -96,7 +100,8 @@ class Pictures:
     def __init__(self, sources: Sequence[ImageSource], images: ChatImages) -> None:
         self._sources = sources
         self._limits, self._processor = images.limits, images.processor
-        self._token_id, self._room = images.token_id, images.room
+        self._token_id, self._break_id = images.token_id, images.break_id
+        self._room = images.room
         self._stored: dict[int, bytes] = {}
         self._fits: list[Fit | AudioFit | None] = [None] * len(sources)
         self._texts = [""] * len(sources)
@@ -157,7 +162,7 @@ class Pictures:
         if self._processor is None:
             return request
         sizes = [size for fit in self._fits if fit is not None for size in fit.runs]
-        starts = iter(place_images(request.prompt_ids, self._token_id, sizes))
+        starts = iter(place_images(request.prompt_ids, self._token_id, sizes, self._break_id))
         if not sizes:
             return request
         images = [one for index in range(len(self)) for one in self._inputs(index, starts, stopped)]
@@ -202,6 +207,8 @@ class ChatImages(Record):
     """The id of the token that stands for them."""
     room: ImageRoom = ImageRoom()
     """The size of what the model takes."""
+    break_id: int = -1
+    """The id of the token between lines of an image; -1: there is none."""
 
     def take(
         self, messages: Sequence[ChatMessage | Message]
@@ -260,15 +267,24 @@ def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
     processor = _processor(info)
     if processor is None:
         return ChatImages(limits, info.model)
-    token_id = builder.tokenizer.token_to_id(processor.token)
-    if token_id is None:
+    line_break = processor.line_break if isinstance(processor, ImageProcessor) else ""
+    token_id, break_id = (
+        _id_of(token, processor, builder) for token in (processor.token, line_break)
+    )
+    room = info.image_room or ImageRoom(info.max_model_len - 1)
+    return ChatImages(limits, info.model, processor, token_id, room, break_id)
+
+
+def _id_of(token: str, processor: Processor, builder: RequestBuilder) -> int:
+    """Returns the id of a token of images; -1 for none. Raises ConfigError."""
+    found = builder.tokenizer.token_to_id(token) if token else -1
+    if found is None:
         raise ConfigError(
-            f"the tokenizer of {info.path} has no token {processor.token!r}, which stands for"
+            f"the tokenizer of {builder.info.path} has no token {token!r}, which stands for"
             f" {PLURAL[processor.kind]}: take the one of the original model by --tokenizer, or"
             f" leave the {PLURAL[processor.kind]} out by --limit-images 0"
         )
-    room = info.image_room or ImageRoom(info.max_model_len - 1)
-    return ChatImages(limits, info.model, processor, token_id, room)
+    return found
 
 
 def _processor(info: CoreInfo) -> Processor | None:

@@ -270,16 +270,19 @@ class Images:
             )
         if not request.images:
             return None
-        encoder, end = self._encoder, 0
+        encoder, end, places = self._encoder, 0, []
         if encoder is None:
             raise InvalidRequestError("this model sees no images: leave them out", param="messages")
         for image in request.images:
             count = int(np.prod(image.grid, dtype=np.int64))
-            sound = end <= image.start and image.num_tokens > 0
-            sound = sound and count == image.num_tokens * encoder.patches_per_token
+            num_features, rest = divmod(count, encoder.patches_per_token)
+            sound = end <= image.start and image.num_tokens > 0 and not rest
             size = 1 if image.levels else _FLOAT_BYTES
             sound = sound and len(image.patches) == size * count * encoder.patch_width
             sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
+            if sound:
+                places.append(encoder.places(image.grid))
+                sound = image.num_tokens == places[-1].num_tokens(num_features)
             end = image.start + image.num_tokens
             room = self.crossed or len(request.prompt) // 4
             if not sound or end > room or (self.crossed and image.num_tokens != self.crossed):
@@ -287,10 +290,9 @@ class Images:
         if self._spans:
             self._check_spans(request)
         self.room.check_features([image.num_tokens for image in request.images])
-        places = tuple(encoder.places(image.grid) for image in request.images)
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
-        return SequenceImages(tuple(request.images), places, turns, self._spans)
+        return SequenceImages(tuple(request.images), tuple(places), turns, self._spans)
 
     def _check_spans(self, request: CoreRequest) -> None:
         """Checks that a step has room for each image, however many rows decode in it."""
@@ -368,7 +370,8 @@ class Images:
         keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
         last, places = self._encoder.colours_last, [one.places for one in passes]
         patches = [_values(one.image, colours_last=last) for one in passes]
-        return tower_plan(self._encoder, patches, places, np.concatenate(keep))
+        spare = self.model.info.num_feature_rows
+        return tower_plan(self._encoder, patches, places, np.concatenate(keep), spare)
 
     def cross_rows(self, sequence: Sequence) -> tuple[int, int]:
         """The row of `StepPlan.cross_rows` for a sequence. All inputs have equally many features,
@@ -390,12 +393,22 @@ class Images:
                 image = images.inputs[number]
                 rows = self._store.find(image.digest)
                 assert rows is not None, "`encode` came first"
+                rows = _featured(rows, images.places[number])
                 first, last = max(chunk.start, image.start), min(end, image.start + rows.size)
                 if found is None:
                     found = np.full(total, -1, np.int32)
                 at = begin - chunk.start
                 found[at + first : at + last] = rows[first - image.start : last - image.start]
         return found
+
+
+def _featured(rows: I32, places: ImagePlaces) -> I32:
+    """The rows of an image's tokens, -1 for those of text."""
+    if places.featured is None:
+        return rows
+    found = np.full(rows.size, -1, np.int32)
+    found[places.featured] = rows[places.featured]
+    return found
 
 
 def _values(image: ImageInput, *, colours_last: bool) -> F32:

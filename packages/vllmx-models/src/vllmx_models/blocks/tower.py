@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.model import Activation, Array, Ops, Weight
+from vllmx_core.model import Activation, Array, Ops, StepInputs, Weight
+from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
@@ -17,6 +19,7 @@ from vllmx_models.blocks.layer import part, vector
 from vllmx_models.blocks.rope import Rope
 
 _LONGEST_SIDE = 1 << 14
+_QUICK = 1.702
 
 
 def merge_order(tall: int, wide: int, merge: int) -> tuple[I32, I32]:
@@ -39,6 +42,13 @@ def normed(ops: Ops, x: Array, w: Mapping[str, Weight], name: str, eps: float) -
     return ops.layer_norm(x, w[name], w[f"{name}.bias"], eps)
 
 
+def activated(ops: Ops, x: Array, kind: str) -> Array:
+    """Records an activation, or "quick_gelu", x * sigmoid(1.702 x)."""
+    if kind == "quick_gelu":
+        return ops.scale(ops.activation(ops.scale(x, _QUICK), "silu"), 1 / _QUICK)
+    return ops.activation(x, cast(Activation, kind))
+
+
 def linear(name: str, source: str, rows: int, cols: int, *, bias: bool = True) -> WeightSpec:
     """A matrix of a tower; towers are not sharded."""
     return WeightSpec(name, "linear", (part(source, rows, bias=bias),), cols)
@@ -52,6 +62,46 @@ def prefixed(spec: WeightSpec, prefix: str, others: tuple[str, ...]) -> WeightSp
 def _prefixed(one: PartSpec, prefix: str, others: tuple[str, ...]) -> PartSpec:
     name = one.name.removeprefix(prefix)
     return replace(one, alternatives=tuple(other + name for other in others))
+
+
+_GATED = ("gate", "up")
+
+
+def gated_layer_weights(
+    ours: str, theirs: str, size: int, inner: int, *, qkv_bias: bool = True, bias: bool = True
+) -> Iterator[WeightSpec]:
+    """The weights of `gated_layer`."""
+    yield vector(f"{ours}.norm1", f"{theirs}.norm1.weight", size)
+    yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size, bias=qkv_bias)
+    yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size, bias=bias)
+    yield vector(f"{ours}.norm2", f"{theirs}.norm2.weight", size)
+    both = tuple(part(f"{theirs}.mlp.{one}_proj", inner, bias=bias) for one in _GATED)
+    yield WeightSpec(f"{ours}.gate_up", "linear", both, size)
+    yield linear(f"{ours}.down", f"{theirs}.mlp.down_proj", size, inner, bias=bias)
+
+
+def gated_layer(
+    ops: Ops,
+    x: Array,
+    w: Mapping[str, Weight],
+    step: StepInputs,
+    ours: str,
+    spec: SegmentSpec,
+    kind: Activation,
+    eps: float,
+    *,
+    qk_norm: bool = False,
+) -> Array:
+    """Records a layer with RMS norms, RoPE and a gated MLP. `qk_norm`: each head of queries and
+    keys is normed by `q_norm` and `k_norm`."""
+    qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], eps), w[f"{ours}.qkv"])
+    if qk_norm:
+        norms = HeadNormSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, eps)
+        qkv = ops.head_norm(qkv, norms, w[f"{ours}.q_norm"], w[f"{ours}.k_norm"])
+    found = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
+    x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
+    gate_up = ops.linear(ops.rms_norm(x, w[f"{ours}.norm2"], eps), w[f"{ours}.gate_up"])
+    return ops.add(x, ops.linear(ops.gated_act(gate_up, kind), w[f"{ours}.down"]))
 
 
 class PatchTower(Record):
@@ -91,10 +141,14 @@ class PatchTower(Record):
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         """RoPE tables of the row axis, then of the column axis; an image of n tokens has at most n
         rows and columns of merged patches."""
-        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
+        longest = self.longest(max_model_len)
         half = self.hidden_size // self.num_heads // 2
         cos, sin = np.split(Rope("default", self.theta, half, longest).table(longest), 2, axis=1)
         return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
+
+    def longest(self, max_model_len: int) -> int:
+        """The most patches of a side of an image that the context holds."""
+        return min(max_model_len * self.merge, _LONGEST_SIDE)
 
     def sides(self, grid: tuple[int, int, int]) -> tuple[int, int]:
         """Height and width in patches. Raises InvalidRequestError for an image of other sides."""

@@ -11,6 +11,7 @@ from typing import Any
 from vllmx_core.model import FeatureSpec, Model
 
 from vllmx_models.blocks.norms import SANDWICH
+from vllmx_models.blocks.vit import vit_sizes
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
@@ -32,7 +33,7 @@ from vllmx_models.formats.gguf.architecture import (
 )
 from vllmx_models.formats.gguf.encoder_models import text_modules
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.towers.siglip import GemmaTower, siglip_sizes
+from vllmx_models.towers.siglip import GemmaTower
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, ModelNames
 
 EMBEDDER = "gemma-embedding"
@@ -67,7 +68,7 @@ def gemma3(config: Mapping[str, Any]) -> Decoder:
 
 def _tower(config: Mapping[str, Any], width: int) -> GemmaTower:
     outer = ConfigReader(config, "Gemma3ForConditionalGeneration")
-    sizes = siglip_sizes(outer.part("vision_config"), 768, heads=12, patch=16)
+    sizes = vit_sizes(outer.part("vision_config"), 768, heads=12, patch=16)
     tokens, side = outer.integer("mm_tokens_per_image", 256), sizes["side"]
     tall = round(tokens**0.5)
     if tall * tall != tokens or side % tall:

@@ -10,11 +10,12 @@ from typing import Any
 
 from vllmx_core.model import FeatureSpec
 
+from vllmx_models.blocks.vit import vit_sizes
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.text import text_config
+from vllmx_models.configs.text import has_text_config, text_config
 from vllmx_models.families.llama import llama
 from vllmx_models.text_types import TEXT_TYPES
-from vllmx_models.towers.siglip import IdeficsTower, siglip_sizes
+from vllmx_models.towers.siglip import IdeficsTower
 from vllmx_models.trunks.decoder import Decoder, ModelNames
 
 _TEXT = {**TEXT_TYPES["llama"]["llama"], "rms_norm_eps": 1e-5}
@@ -27,13 +28,14 @@ def idefics3(config: Mapping[str, Any]) -> Decoder:
     """Images are supported, videos are not."""
     outer = ConfigReader(config, "Idefics3ForConditionalGeneration")
     text = llama(text_config(config, _TEXT)).spec
-    sizes = siglip_sizes(outer.part("vision_config"), 1152, heads=16, patch=32)
+    sizes = vit_sizes(outer.part("vision_config"), 1152, heads=16, patch=32)
     merge = outer.integer("scale_factor", 2, high=64)
     if sizes["side"] % merge:
         raise outer.error("scale_factor", f"must divide a side of {sizes['side']} patches")
     features = FeatureSpec(1, text.hidden_size)
     tower = IdeficsTower(merge=merge, out_size=text.hidden_size, **sizes)
-    return Decoder(replace(text, names=_NAMES, features=features), tower)
+    names = _NAMES if has_text_config(config) else ModelNames()
+    return Decoder(replace(text, names=names, features=features), tower)
 
 
 smolvlm = idefics3

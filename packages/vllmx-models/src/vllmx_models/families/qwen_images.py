@@ -11,7 +11,9 @@ from vllmx_core.model import FeatureSpec
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.config import ConfigReader
+from vllmx_models.towers.glm4v import GlmTower
 from vllmx_models.towers.qwen2_5_vl import WindowTower
+from vllmx_models.towers.qwen2_vl import Qwen2Tower
 from vllmx_models.towers.qwen3_vl import QwenTower
 from vllmx_models.trunks.decoder import Decoder, LayerSpec
 
@@ -80,7 +82,10 @@ def _sections(outer: ConfigReader, half: int, found: Any, default: list[int]) ->
 
 
 def with_images(
-    text: Decoder, tower: QwenTower | WindowTower, axes: Axes, outer: ConfigReader
+    text: Decoder,
+    tower: QwenTower | WindowTower | Qwen2Tower | GlmTower,
+    axes: Axes,
+    outer: ConfigReader,
 ) -> Decoder:
     """A text model with a vision tower."""
     spec, features = text.spec, FeatureSpec(1 + len(tower.deepstack), tower.out_size)

@@ -12,7 +12,14 @@ from vllmx_core.plan import I32
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
-from vllmx_models.blocks.tower import PatchTower, linear, merge_order, prefixed
+from vllmx_models.blocks.tower import (
+    PatchTower,
+    gated_layer,
+    gated_layer_weights,
+    linear,
+    merge_order,
+    prefixed,
+)
 
 _EPS = 1e-6
 
@@ -38,13 +45,7 @@ class WindowTower(PatchTower):
         yield WeightSpec("visual.patch", "linear", (patch,), self.patch_width, shape=shape)
         for index in range(self.depth):
             ours, theirs = f"visual.{index}", f"visual.blocks.{index}"
-            yield vector(f"{ours}.norm1", f"{theirs}.norm1.weight", size)
-            yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
-            yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
-            yield vector(f"{ours}.norm2", f"{theirs}.norm2.weight", size)
-            both = tuple(part(f"{theirs}.mlp.{one}_proj", inner, bias=True) for one in _GATED)
-            yield WeightSpec(f"{ours}.gate_up", "linear", both, size)
-            yield linear(f"{ours}.down", f"{theirs}.mlp.down_proj", size, inner)
+            yield from gated_layer_weights(ours, theirs, size, inner)
         joined = size * self.patches_per_token
         yield vector("visual.norm", "visual.merger.ln_q.weight", size)
         yield linear("visual.merger.up", "visual.merger.mlp.0", joined, joined)
@@ -57,12 +58,7 @@ class WindowTower(PatchTower):
         for index in range(self.depth):
             ours = f"visual.{index}"
             seen = replace(self.attention, windowed=index not in self.whole)
-            qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], _EPS), w[f"{ours}.qkv"])
-            found = ops.segment_attention(qkv, seen, step, rope=w["visual.rope"])
-            x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
-            gate_up = ops.linear(ops.rms_norm(x, w[f"{ours}.norm2"], _EPS), w[f"{ours}.gate_up"])
-            fed = ops.gated_act(gate_up, self.activation)
-            x = ops.add(x, ops.linear(fed, w[f"{ours}.down"]))
+            x = gated_layer(ops, x, w, step, ours, seen, self.activation, _EPS)
         x = ops.merge(ops.rms_norm(x, w["visual.norm"], _EPS), self.patches_per_token)
         up = ops.activation(ops.linear(x, w["visual.merger.up"]), "gelu")
         return (ops.linear(up, w["visual.merger.down"]),)
@@ -85,9 +81,6 @@ class WindowTower(PatchTower):
             order,
             windows * np.int32(self.patches_per_token),
         )
-
-
-_GATED = ("gate", "up")
 
 
 def _windows(tall: int, wide: int, side: int) -> tuple[I32, I32]:

@@ -15,8 +15,7 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.formats.gguf.places import FUSED, Heads, split_name
-from vllmx_models.formats.gguf.source import deinterleaved
+from vllmx_models.formats.gguf.places import FUSED, Heads, deinterleaved, split_name
 from vllmx_models.formats.peft import low_rank
 
 _HALVES = {"lora_a": "a", "lora_b": "b"}

@@ -25,6 +25,7 @@ from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.tower_weights import TowerSource
 from vllmx_models.formats.gguf.towers import FORMS, TowerForm, projector_type
 from vllmx_models.sources import hub_tower
+from vllmx_models.text_types import TEXT_ARCHITECTURES
 
 logger = logging.getLogger("vllmx.models")
 _LEAVE_OUT = "leave --mmproj out to serve its text"
@@ -42,10 +43,11 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     """
     if path is not None:
         return _joined(checkpoint, path)
-    if not _forms_of(checkpoint):
+    forms = _forms_of(checkpoint)
+    if not forms:
         return checkpoint
     try:
-        path = _tower_of(checkpoint.path)
+        path = _tower_of(checkpoint.path, any(FORMS[kind].joined is None for kind in forms))
         if path is None:
             return checkpoint
         joined = _joined(checkpoint, path)
@@ -56,8 +58,9 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     return joined
 
 
-def _tower_of(model: Path) -> Path | None:
-    """The tower's file in the folder of a model, or in its repository on the hub."""
+def _tower_of(model: Path, on_hub: bool) -> Path | None:
+    """The tower's file in the folder of a model, or in its repository on the hub, which is not
+    asked for models that usually have none."""
     names = [path.name for path in model.parent.glob("mmproj*.gguf")]
     chosen = projector_among(names)
     if chosen is not None:
@@ -69,7 +72,7 @@ def _tower_of(model: Path) -> Path | None:
             ", ".join(sorted(names)),
         )
         return None
-    return hub_tower(model)
+    return hub_tower(model) if on_hub else None
 
 
 def _forms_of(checkpoint: Checkpoint) -> list[str]:
@@ -90,6 +93,10 @@ def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         form = _form(checkpoint, header)
         _check_width(checkpoint, header)
         config = {**checkpoint.config, **form.config(header)}
+        if form.joined is not None:
+            (text,) = architecture_names(checkpoint.config)
+            config["vllmx_text_type"] = TEXT_ARCHITECTURES.get(text)
+            config["architectures"] = [form.joined]
         _check_deepstack(checkpoint, header, config["vision_config"])
         weights = TowerSource(checkpoint.weights, file, form.entries(header))
         return replace(

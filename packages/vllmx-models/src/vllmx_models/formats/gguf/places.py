@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.records import Record
 from vllmx_core.weights.part import WeightPart, dense_part
@@ -195,3 +196,10 @@ def log_of_negated(part: WeightPart) -> WeightPart:
     """The logarithms of a vector's values times -1."""
     with np.errstate(all="ignore"):  # the sampler reports NaN of damaged values
         return dense_part(part.name, np.log(-part.dequantize()))
+
+
+def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    """(rows,) the row in the file of each row: pairs (2i, 2i + 1) of each head come from halves
+    (i, i + D / 2)."""
+    pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint, adapter_error
@@ -26,6 +25,7 @@ from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.places import (
     Heads,
+    deinterleaved,
     is_norm,
     log_of_negated,
     places_of,
@@ -81,13 +81,6 @@ class GGUFSource:
         """Closes the files; parts must not be used any more."""
         for file in self._files:
             file.close()
-
-
-def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """(rows,) the row in the file of each row: pairs (2i, 2i + 1) of each head come from halves
-    (i, i + D / 2)."""
-    pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    return pairs.swapaxes(1, 2).reshape(-1)
 
 
 def open_checkpoint(path: Path, registry: Registry) -> Checkpoint:

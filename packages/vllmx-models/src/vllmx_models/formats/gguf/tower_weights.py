@@ -8,11 +8,11 @@ import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.records import Record
 from vllmx_core.weights.part import WeightPart, WeightSource, dense_part
-from vllmx_core.weights.views import below
+from vllmx_core.weights.views import below, rows_of
 
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.formats.gguf.places import shifted
+from vllmx_models.formats.gguf.places import deinterleaved, shifted
 
 Make = Callable[[str, Sequence[WeightPart]], WeightPart]
 """A function from the name in the original checkpoint and the file's tensors to the weight."""
@@ -28,6 +28,19 @@ def as_it_is(name: str, parts: Sequence[WeightPart]) -> WeightPart:
 def without_offset(name: str, parts: Sequence[WeightPart]) -> WeightPart:
     """The weight of a norm, to which the file has added one."""
     return shifted(parts[0], -1.0)
+
+
+def pairs_apart(heads: int) -> Make:
+    """Returns the rows of queries or keys whose rotated pairs lie next to each other in the file,
+    with the halves of each head one behind the other."""
+
+    def make(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+        (part,) = parts
+        if part.shape[0] % (2 * heads):
+            raise WeightFormatError(f"{part.name!r} has {part.shape[0]} rows for {heads} heads")
+        return rows_of(part, deinterleaved(part.shape[0], heads))
+
+    return make
 
 
 def one_below_the_other(name: str, parts: Sequence[WeightPart]) -> WeightPart:

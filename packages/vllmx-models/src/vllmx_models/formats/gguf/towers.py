@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from vllmx_core.records import Record
 
+from vllmx_models.formats.gguf import square_towers as squares
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
+from vllmx_models.formats.gguf.tower_metadata import (
+    activation,
+    block_count,
+    colours,
+    feed_forward,
+    layer_entries,
+)
 from vllmx_models.formats.gguf.tower_weights import (
     Entry,
     colours_last,
     frames,
     one_below_the_other,
-    without_offset,
+    pairs_apart,
 )
+from vllmx_models.text_types import TEXT_ARCHITECTURES
 
 _PATCH = "v.patch_embd.weight"
 _QKV = ("v.blk.{}.attn_q", "v.blk.{}.attn_k", "v.blk.{}.attn_v")
@@ -35,50 +43,18 @@ class TowerForm(Record):
     processor: Callable[[GGUFHeader], dict[str, Any]]
     """preprocessor_config.json."""
     entries: Callable[[GGUFHeader], Iterator[Entry]]
-
-
-# --- what all have --------------------------------------------------------------------------------
-def _depth(header: GGUFHeader) -> int:
-    return header.integer("vision.block_count", high=1024)
-
-
-def _colours(header: GGUFHeader) -> dict[str, Any]:
-    """Mean and deviation of each colour, by default 0.5."""
-    found = {}
-    for key in ("image_mean", "image_std"):
-        values = header.metadata.get(f"clip.vision.{key}")
-        given = isinstance(values, np.ndarray) and values.dtype.kind == "f" and len(values) == 3
-        if values is not None and not given:
-            raise header.error(f"vision.{key}", "must be three numbers")
-        found[key] = [0.5] * 3 if values is None else [float(one) for one in values]
-    return found
-
-
-def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields the weights of each layer that are one tensor in both formats."""
-    for layer in range(_depth(header)):
-        for stored, name in names.items():
-            yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))
-
-
-def _feed_forward(header: GGUFHeader) -> tuple[str, str]:
-    """The names of the widening and the narrowing matrix, which are swapped in old files."""
-    down = header.tensors.get("v.blk.0.ffn_down.weight")
-    swapped = down is not None and down.shape[-1] == header.integer("vision.embedding_length")
-    inner = header.integer("vision.feed_forward_length", 0, low=0)
-    if swapped and inner != header.integer("vision.embedding_length"):
-        return "ffn_down", "ffn_up"
-    return "ffn_up", "ffn_down"
+    joined: str | None = None
+    """The architecture of text model and tower together; None: the text model's own has a tower."""
 
 
 # --- Qwen -----------------------------------------------------------------------------------------
-_LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4}
+_LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4, "qwen2vl_merger": 4}
 _MOST_TOKENS = 16384
 
 
 def _qwen_vision(header: GGUFHeader) -> dict[str, Any]:
     return {
-        "depth": _depth(header),
+        "depth": block_count(header),
         "hidden_size": header.integer("vision.embedding_length"),
         "num_heads": header.integer("vision.attention.head_count"),
         "intermediate_size": header.integer("vision.feed_forward_length"),
@@ -106,12 +82,12 @@ def _qwen_processor(header: GGUFHeader) -> dict[str, Any]:
             "shortest_edge": header.integer("vision.image_min_pixels", least),
             "longest_edge": header.integer("vision.image_max_pixels", _MOST_TOKENS * token),
         },
-        **_colours(header),
+        **colours(header),
     }
 
 
 def _deepstack(header: GGUFHeader) -> list[int]:
-    count = _depth(header)
+    count = block_count(header)
     if not header.has("vision.is_deepstack_layers"):
         return []
     given = header.flags("vision.is_deepstack_layers", count)
@@ -135,7 +111,7 @@ def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{patch}.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
     yield Entry(f"{patch}.bias", ("v.patch_embd.bias",), whole=True)
     yield Entry(f"{tower}.pos_embed", ("v.position_embd",))
-    yield from _layers(
+    yield from layer_entries(
         header,
         f"{tower}.blocks",
         {
@@ -158,7 +134,7 @@ def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
 
 def _qwen2_5_config(header: GGUFHeader) -> dict[str, Any]:
     """Each n-th layer sees all of an image."""
-    depth = _depth(header)
+    depth = block_count(header)
     every = header.integer("vision.n_wa_pattern", high=1024)
     vision = _qwen_vision(header) | {
         "hidden_act": "silu" if header.flag("use_silu", True) else "gelu",
@@ -172,8 +148,8 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     tower = "visual"
     name = f"{tower}.patch_embed.proj.weight"
     yield Entry(name, (_PATCH, f"{_PATCH}.1"), frames, whole=True)
-    up, down = _feed_forward(header)
-    yield from _layers(
+    up, down = feed_forward(header)
+    yield from layer_entries(
         header,
         f"{tower}.blocks",
         {
@@ -185,7 +161,7 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
             down: "mlp.down_proj",
         },
     )
-    for layer in range(_depth(header)):
+    for layer in range(block_count(header)):
         stored = tuple(one.format(layer) for one in _QKV)
         yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
     yield Entry(f"{tower}.merger.ln_q", ("v.post_ln",))
@@ -193,66 +169,98 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
 
 
-# --- Gemma ----------------------------------------------------------------------------------------
-def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
-    """Sizes of an image and of a patch, and tokens of an image."""
-    size, patch = header.integer("vision.image_size"), header.integer("vision.patch_size")
-    side = size // patch // header.integer("vision.projector.scale_factor", 4)
-    return size, patch, side * side
+def _qwen2_config(header: GGUFHeader) -> dict[str, Any]:
+    """Sizes by the names of Qwen2-VL."""
+    vision, size = _qwen_vision(header), header.integer("vision.embedding_length")
+    ratio, rest = divmod(vision.pop("intermediate_size") or 4 * size, size)
+    if rest:
+        raise header.error("vision.feed_forward_length", f"must be a multiple of {size}")
+    names = {"embed_dim": size, "hidden_size": vision.pop("out_hidden_size"), "mlp_ratio": ratio}
+    return {"vision_config": {**vision, **names, "hidden_act": activation(header)}}
 
 
-def _gemma3_config(header: GGUFHeader) -> dict[str, Any]:
-    size, patch, tokens = _gemma3_sizes(header)
+def _qwen2_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "visual"
+    yield Entry(f"{tower}.patch_embed.proj.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
+    up, down = feed_forward(header)
+    names = {
+        "ln1": "norm1",
+        "attn_out": "attn.proj",
+        "ln2": "norm2",
+        up: "mlp.fc1",
+        down: "mlp.fc2",
+    }
+    yield from layer_entries(header, f"{tower}.blocks", names)
+    for layer in range(block_count(header)):
+        stored = tuple(one.format(layer) for one in _QKV)
+        yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
+    yield Entry(f"{tower}.merger.ln_q", ("v.post_ln",))
+    yield Entry(f"{tower}.merger.mlp.0", ("mm.0",))
+    yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
+
+
+# --- Pixtral --------------------------------------------------------------------------------------
+_PIXTRAL_SIZE = 1540
+
+
+def _pixtral_config(header: GGUFHeader) -> dict[str, Any]:
     vision = {
-        "num_hidden_layers": _depth(header),
+        "num_hidden_layers": block_count(header),
         "hidden_size": header.integer("vision.embedding_length"),
         "num_attention_heads": header.integer("vision.attention.head_count"),
         "intermediate_size": header.integer("vision.feed_forward_length"),
-        "layer_norm_eps": header.number("vision.attention.layer_norm_epsilon", 1e-6),
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": size,
-        "patch_size": patch,
+        "patch_size": header.integer("vision.patch_size"),
+        "rope_theta": header.number("vision.rope.freq_base", 10000.0),
+        "hidden_act": activation(header),
     }
-    return {"vision_config": vision, "mm_tokens_per_image": tokens}
-
-
-def _gemma3_processor(header: GGUFHeader) -> dict[str, Any]:
-    size, patch, tokens = _gemma3_sizes(header)
     return {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "size": {"height": size, "width": size},
-        "patch_size": patch,
-        "image_seq_length": tokens,
-        **_colours(header),
+        "vision_config": vision,
+        "spatial_merge_size": header.integer("vision.spatial_merge_size", 1, high=16),
+        "multimodal_projector_bias": "mm.1.bias" in header.tensors,
     }
 
 
-def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
-    tower = "vision_tower.vision_model"
-    yield Entry(f"{tower}.embeddings.patch_embedding", ("v.patch_embd",))
-    yield Entry(f"{tower}.embeddings.position_embedding", ("v.position_embd",))
-    up, down = _feed_forward(header)
-    yield from _layers(
+def _pixtral_processor(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": header.integer("vision.patch_size"),
+        "spatial_merge_size": header.integer("vision.spatial_merge_size", 1, high=16),
+        "size": {"longest_edge": header.integer("vision.image_size", _PIXTRAL_SIZE)},
+        **colours(header),
+    }
+
+
+def _pixtral_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower, projector = "vision_tower", "multi_modal_projector"
+    yield Entry(f"{tower}.patch_conv", ("v.patch_embd",))
+    yield Entry(f"{tower}.ln_pre", ("v.pre_ln",))
+    heads = header.integer("vision.attention.head_count", high=1024)
+    for layer in range(block_count(header)):
+        attention = f"{tower}.transformer.layers.{layer}.attention"
+        for one in "qk":
+            stored = (f"v.blk.{layer}.attn_{one}.weight",)
+            yield Entry(f"{attention}.{one}_proj.weight", stored, pairs_apart(heads), whole=True)
+    yield from layer_entries(
         header,
-        f"{tower}.encoder.layers",
+        f"{tower}.transformer.layers",
         {
-            "ln1": "layer_norm1",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_out": "self_attn.out_proj",
-            "ln2": "layer_norm2",
-            up: "mlp.fc1",
-            down: "mlp.fc2",
+            "ln1": "attention_norm",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.o_proj",
+            "ln2": "ffn_norm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
         },
     )
-    yield Entry(f"{tower}.post_layernorm", ("v.post_ln",))
-    projector = "multi_modal_projector.mm"
-    stored = ("mm.input_projection.weight",)
-    yield Entry(f"{projector}_input_projection_weight", stored, whole=True)
-    yield Entry(f"{projector}_soft_emb_norm", ("mm.soft_emb_norm",), without_offset)
+    yield Entry("[IMG_BREAK]", ("v.token_embd.img_break",), whole=True)  # the text model has it
+    yield Entry(f"{projector}.norm", ("mm.input_norm",))
+    yield Entry(f"{projector}.patch_merger.merging_layer", ("mm.patch_merger",))
+    for number in (1, 2):
+        yield Entry(f"{projector}.linear_{number}", (f"mm.{number}",))
 
 
+# --- Gemma 4 --------------------------------------------------------------------------------------
 _GEMMA4_LINEARS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -279,7 +287,7 @@ def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:
     table = header.tensors.get("v.position_embd.weight")
     head = size // heads if norm is None else norm.shape[0]
     vision: dict[str, Any] = {
-        "num_hidden_layers": _depth(header),
+        "num_hidden_layers": block_count(header),
         "hidden_size": size,
         "num_attention_heads": heads,
         "num_key_value_heads": heads if keys is None else keys.shape[0] // head,
@@ -319,7 +327,7 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
     table = ("v.position_embd.weight",)
     yield Entry(f"{embedder}.position_embedding_table", table, whole=True)
     layers = f"{tower}.encoder.layers"
-    yield from _layers(
+    yield from layer_entries(
         header,
         layers,
         {
@@ -332,7 +340,7 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
             "attn_k_norm": "self_attn.k_norm",
         },
     )
-    for layer in range(_depth(header)):
+    for layer in range(block_count(header)):
         for stored, name in _GEMMA4_LINEARS.items():
             for bound in ("input_min", "input_max", "output_min", "output_max"):
                 ours = f"{layers}.{layer}.{name}.{bound}"
@@ -357,9 +365,42 @@ FORMS: Mapping[str, TowerForm] = {
     "qwen2.5vl_merger": TowerForm(
         ("Qwen2_5_VLForConditionalGeneration",), _qwen2_5_config, _qwen_processor, _qwen2_5_entries
     ),
-    "gemma3": TowerForm(("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries),
+    "qwen2vl_merger": TowerForm(
+        ("Qwen2_5_VLForConditionalGeneration",),
+        _qwen2_config,
+        _qwen_processor,
+        _qwen2_entries,
+        "Qwen2VLForConditionalGeneration",
+    ),
+    "pixtral": TowerForm(
+        ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"),
+        _pixtral_config,
+        _pixtral_processor,
+        _pixtral_entries,
+        "Mistral3ForConditionalGeneration",
+    ),
+    "gemma3": TowerForm(
+        ("Gemma3ForCausalLM",),
+        squares.gemma3_config,
+        squares.gemma3_processor,
+        squares.gemma3_entries,
+    ),
     "gemma4v": TowerForm(
         ("Gemma4ForCausalLM",), _gemma4_config, _gemma4_processor, _gemma4_entries
+    ),
+    "idefics3": TowerForm(
+        ("LlamaForCausalLM",),
+        squares.idefics3_config,
+        squares.idefics3_processor,
+        squares.idefics3_entries,
+        "Idefics3ForConditionalGeneration",
+    ),
+    "internvl": TowerForm(
+        tuple(TEXT_ARCHITECTURES),
+        squares.internvl_config,
+        squares.internvl_processor,
+        squares.internvl_entries,
+        "InternVLForConditionalGeneration",
     ),
 }
 
