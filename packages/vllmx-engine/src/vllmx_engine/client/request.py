@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllmx_core.bounds import BOUNDS
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.records import Record, field
@@ -31,7 +32,14 @@ from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Thoughts
-from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
+from vllmx_engine.wire.messages import (
+    CoreInfo,
+    CoreRequest,
+    Follower,
+    ImageInput,
+    choices_of,
+    pack_ids,
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -54,6 +62,8 @@ class Request(Record):
     """Seconds of rendering and tokenising before `arrival_s`, including the wait for a thread."""
     grammar_s: float = 0.0
     """Seconds of the grammar check before that."""
+    goes_on: bool = True
+    """The answer's text goes on with that of the prompt; False: a decoder begins anew."""
     readers: AnswerReaders | None = None
     """The readers of a conversation's answers, where they hold more than content."""
 
@@ -155,6 +165,15 @@ class RequestBuilder:
                 param="model",
             )
 
+    def check_beams(self) -> None:
+        """Raises InvalidRequestError for a model whose answers do not go on with their prompts."""
+        if self.info.encoder_tokens:
+            raise InvalidRequestError(
+                "a beam search follows the prompt with what it found, and this model's encoder"
+                " reads the prompt alone: leave use_beam_search out",
+                param="use_beam_search",
+            )
+
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""
         return SamplingParams(**{**self.defaults, **explicit})
@@ -191,17 +210,24 @@ class RequestBuilder:
         self.check_generates()
         params = self._resolved(params or self.sampling_params())
         if params.truncate_prompt_tokens is None:
-            text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
+            text, ids = self._tokens(prompt, add_special_tokens, self._most_tokens)
         else:
             text, ids = self._truncated(prompt, add_special_tokens, params)
         self._check_prompt(ids)
+        begun = 1 if self.info.encoder_tokens else len(ids)  # in the decoder's context
+        if self.info.encoder_tokens and params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs are those of a decoder, and this model's encoder reads the"
+                " prompt: leave prompt_logprobs, or echo with logprobs, out",
+                param="prompt_logprobs",
+            )
         if not fit_max_tokens:
-            self._check_room(len(ids), params.max_tokens)
+            self._check_room(begun, params.max_tokens)
         params.check_vocab(self.info.vocab_size)
         found = self._grammar(params, grammar, thoughts, free)
         number = next(self._numbers)
         core = self._core_requests(number, ids, params, options, found)
-        check_logprobs(params, [(len(ids), core[0].max_tokens)])
+        check_logprobs(params, [(begun, core[0].max_tokens)])
         return Request(
             request_id or f"req-{number}",
             text,
@@ -209,6 +235,7 @@ class RequestBuilder:
             params,
             core,
             StopSet(params.stop) if params.stop else None,
+            goes_on=not self.info.encoder_tokens,
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
@@ -234,6 +261,8 @@ class RequestBuilder:
     ) -> tuple[str | None, list[int]]:
         """Returns the result of `_tokens` without the ids that `truncate_prompt_tokens` drops."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
+        if self.info.encoder_tokens:
+            limit, keep = self._most_tokens, self._most_tokens if keep < 0 else keep
         check_truncation(keep, limit)
         if keep < 0:
             keep = max(1, limit - (params.max_tokens or 1))
@@ -274,8 +303,13 @@ class RequestBuilder:
                 f" {self.info.vocab_size - 1}",
                 param="prompt",
             )
-        if len(ids) >= self.info.max_model_len:
+        if len(ids) > self._most_tokens:
             raise self._too_long(str(len(ids)))
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.info.encoder_tokens or self.info.max_model_len - 1
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         room = self.info.max_model_len - prompt_tokens
@@ -289,6 +323,12 @@ class RequestBuilder:
 
     def _too_long(self, num_tokens: str) -> ContextLengthError:
         limit = self.info.max_model_len
+        if self.info.encoder_tokens:
+            return ContextLengthError(
+                f"the prompt has {num_tokens} tokens, but the encoder reads {self._most_tokens}:"
+                " shorten it",
+                param="prompt",
+            )
         return ContextLengthError(
             f"the prompt has {num_tokens} tokens, but the context of {limit} must hold it and at"
             f" least one token of output: shorten it to {limit - 1} tokens",
@@ -322,9 +362,13 @@ class RequestBuilder:
     ) -> list[CoreRequest]:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         stop_ids = [] if params.ignore_eos else self._eos_ids
+        images: list[ImageInput] = []
+        if self.info.encoder_tokens:
+            images, ids = [_encoder_input(ids)], [self.info.decoder_start]
         leader = CoreRequest(
             request_id=f"{self.info.id_prefix}{number}.0",
             prompt=pack_ids(ids),
+            images=images,
             params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),
@@ -380,6 +424,13 @@ class RequestBuilder:
             if spaced[-len(bare) :] != bare:
                 found.append(spaced)
         return found
+
+
+def _encoder_input(ids: Sequence[int]) -> ImageInput:
+    """A prompt as the tower of an encoder-decoder takes it: a patch is an id, exact in float32."""
+    rows = np.array(ids, np.float32).tobytes()
+    digest = hashlib.blake2b(rows, digest_size=32, person=b"text").digest()
+    return ImageInput(0, len(ids), digest, (1, 1, len(ids)), rows, b"")
 
 
 def choice_seed(seed: int, index: int) -> int:

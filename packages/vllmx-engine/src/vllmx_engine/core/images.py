@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import cast
 
@@ -121,7 +122,9 @@ _FLOAT_BYTES = 4
 class FeatureStore:
     """The rows of the backend's store by the image that they hold features of."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, least: int = 0) -> None:
+        self.least = least
+        """Rows that an image takes at least."""
         self._rows: OrderedDict[bytes, I32] = OrderedDict()
         """The rows by digest, least recently used first."""
         self._free = np.arange(num_rows, dtype=np.int32)
@@ -140,15 +143,16 @@ class FeatureStore:
         return rows
 
     def take(self, digest: bytes, count: int) -> I32:
-        """Rows for an image that is not there, if need be of those that were used least recently.
-        The caller must call `find` first for all images that it wants to keep, and ask for no
-        more than there is."""
-        while self._num_free < count:
+        """(count,) rows for an image that is not there, if need be of those that were used least
+        recently. The caller must call `find` first for all images that it wants to keep, and ask
+        for no more than there is."""
+        size = max(count, self.least)
+        while self._num_free < size:
             self._give_back(self._rows.popitem(last=False)[1])
-        self._num_free -= count
-        rows = self._free[self._num_free : self._num_free + count].copy()
+        self._num_free -= size
+        rows = self._free[self._num_free : self._num_free + size].copy()
         self._rows[digest] = rows
-        return rows
+        return rows[:count]
 
     def _give_back(self, rows: I32) -> None:
         self._free[self._num_free : self._num_free + rows.size] = rows
@@ -213,10 +217,11 @@ class StepImages:
         """True if an image's features fit next to the others'; counts them if so."""
         if image.digest in self._digests:
             return True
-        if self._taken + image.num_tokens > self._num_rows:
+        wanted = max(image.num_tokens, self._store.least)
+        if self._taken + wanted > self._num_rows:
             return False
         self._digests.add(image.digest)
-        self._taken += image.num_tokens
+        self._taken += wanted
         return True
 
     def _is_made(self, digest: bytes) -> bool:
@@ -256,8 +261,9 @@ class Images:
         """Bounds on a request's images, whatever else runs."""
         self.crossed = 0 if features is None else features.crossed
         """`FeatureSpec.crossed`."""
+        self._reads_text = features is not None and features.decoder_start is not None
         self._encoder = encoder
-        self._store = FeatureStore(model.info.num_feature_rows)
+        self._store = FeatureStore(model.info.num_feature_rows, self.crossed)
         self._begun: Pass | None = None
         """The pass of the tower of which steps have done a part."""
 
@@ -282,15 +288,23 @@ class Images:
             sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
             end = image.start + image.num_tokens
             room = self.crossed or len(request.prompt) // 4
-            if not sound or end > room or (self.crossed and image.num_tokens != self.crossed):
+            sound = sound and (self._reads_text or self.crossed in (0, image.num_tokens))
+            if not sound or end > room:
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
         if self._spans:
             self._check_spans(request)
         self.room.check_features([image.num_tokens for image in request.images])
-        places = tuple(encoder.places(image.grid) for image in request.images)
+        places = tuple(self._places(encoder, image) for image in request.images)
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
         return SequenceImages(tuple(request.images), places, turns, self._spans)
+
+    def _places(self, encoder: Encoder, image: ImageInput) -> ImagePlaces:
+        places = encoder.places(image.grid)
+        if not self._reads_text:
+            return places
+        ids = np.frombuffer(image.patches, np.float32).astype(np.int32)
+        return replace(places, table_rows=ids[:, None])
 
     def _check_spans(self, request: CoreRequest) -> None:
         """Checks that a step has room for each image, however many rows decode in it."""
@@ -371,12 +385,13 @@ class Images:
         return tower_plan(self._encoder, patches, places, np.concatenate(keep))
 
     def cross_rows(self, sequence: Sequence) -> tuple[int, int]:
-        """The row of `StepPlan.cross_rows` for a sequence. All inputs have equally many features,
-        so the rows of one follow each other."""
+        """The row of `StepPlan.cross_rows` for a sequence. All inputs take equally many rows of the
+        store, so the rows of one follow each other."""
         assert sequence.images is not None, "inputs were checked"
-        rows = self._store.find(sequence.images.inputs[0].digest)
+        image = sequence.images.inputs[0]
+        rows = self._store.find(image.digest)
         assert rows is not None, "`encode` came first"
-        return int(rows[0]), rows.size
+        return int(rows[0]), image.num_tokens
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
         """(T,) for `StepPlan.feature_rows`; each chunk's tokens begin at its start in the step."""

@@ -392,6 +392,10 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
     audio_rows: int = 0
     """Rows of 20 ms that the model hears at a time and writes down; 0: it answers prompts."""
+    encoder_tokens: int = 0
+    """Tokens that the encoder of an encoder-decoder of text reads: its prompts; 0: it is none."""
+    decoder_start: int = 0
+    """The id with which its decoder begins."""
     takes_images: bool = False
     """It has a tower for them."""
     takes_audio: bool = False
