@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from tokenizers import Tokenizer, processors
 from tokenizers.models import WordLevel
@@ -57,6 +58,43 @@ def save(model: Any, folder: Path) -> Path:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def save_gguf(model: Any, path: Path) -> Path:
+    """The model as llama.cpp's converter writes it, with a Unigram tokenizer."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "t5")
+    writer.add_context_length(LENGTH)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_block_count(config.num_layers)
+    writer.add_uint32("t5.decoder_block_count", config.num_decoder_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_key_length(config.d_kv)
+    writer.add_value_length(config.d_kv)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_relative_attn_buckets_count(config.relative_attention_num_buckets)
+    writer.add_decoder_start_token_id(START)
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list(["<pad>", "</s>", "<unk>", *(f"▁w{n}" for n in range(3, VOCAB))])
+    writer.add_token_scores([0.0] * VOCAB)
+    writer.add_token_types([3, 3, 2, *[1] * (VOCAB - 3)])
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(True)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5, 8)
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("embed_tokens.weight"):
+            if name == "lm_head.weight" and torch.equal(
+                tensor, model.state_dict()["shared.weight"]
+            ):
+                continue
+            writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @torch.inference_mode()

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from transformers.models.t5.modeling_t5 import T5Attention
 from vllmx_core.errors import InvalidRequestError, TemplateError, UnsupportedModelError
+from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.beams import BeamSearchParams
 from vllmx_engine.llm import LLM
 from vllmx_models.blocks.position_bias import LearnedBias
 from vllmx_models.families.t5 import t5
+from vllmx_models.formats.gguf.quantize.convert import quantize
 
-from .t5_models import END, LENGTH, START, VOCAB, greedy, logits, make, save
+from .t5_models import END, LENGTH, START, VOCAB, greedy, logits, make, save, save_gguf
 
 LONG = 140
 """Answers beyond the distances that have buckets of their own."""
@@ -65,6 +67,19 @@ def test_ids_are_transformers(models: Models, backend: str) -> None:
             assert [list(one.outputs[0].token_ids) for one in outputs] == models.answers
             assert [one.prompt_token_ids for one in outputs] == models.prompts
     assert any(len(set(answer)) > 5 for answer in models.answers)
+
+
+def test_gguf_files(models: Models, tmp_path: Path) -> None:
+    file = save_gguf(models.model, tmp_path / "t5.gguf")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(file), backend="numpy", dtype="float32") as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found = [list(one.outputs[0].token_ids) for one in outputs]
+        assert found == [answer[:12] for answer in models.answers]
+        assert llm.generate(["w5 w6"], params)[0].prompt_token_ids == [5, 6, END]
+    with pytest.raises(UnsupportedModelError):
+        quantize(load_registry(), Path(models.folder), tmp_path / "q.gguf", "q8_0", threads=1)
 
 
 def test_texts_end_by_themselves(llm: LLM) -> None:

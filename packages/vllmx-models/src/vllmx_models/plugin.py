@@ -142,7 +142,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("smolvlm", "SmolVLMForConditionalGeneration", "idefics3"),
         _model("stablelm", "StableLmForCausalLM", gguf=True),
         _model("starcoder2", "Starcoder2ForCausalLM", gguf=True),
-        _model("t5", "T5ForConditionalGeneration", gguf=False),
+        _model("t5", "T5ForConditionalGeneration", gguf=True),
         _model("voxtral", "VoxtralForConditionalGeneration", "audio_chats"),
         _model("whisper", "WhisperForConditionalGeneration", gguf=False),
         _model("yi", "YiForCausalLM", "llama_variants", gguf=False),

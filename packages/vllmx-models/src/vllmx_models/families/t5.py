@@ -4,7 +4,7 @@ are learned biases of attention scores by distance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllmx_core.model import FeatureSpec
@@ -16,6 +16,8 @@ from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.blocks.position_bias import LearnedBias
 from vllmx_models.config import ConfigReader
+from vllmx_models.formats.gguf.architecture import GGUFArchitecture
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.towers.text import TextTower
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, LayerSpec, ModelNames
 
@@ -44,6 +46,51 @@ def mt5(config: Mapping[str, Any]) -> Decoder:
     """mT5 never scales the last hidden states."""
     read = ConfigReader(config, "MT5ForConditionalGeneration")
     return _encoder_decoder(read, "gated-gelu", scales=False)
+
+
+def _tensors() -> Iterator[tuple[str, str]]:
+    yield from (("token_embd", "shared"), ("output", "lm_head"))
+    for short, module, mlp in (("enc", "encoder", 1), ("dec", "decoder", 2)):
+        ours, theirs = f"{short}.blk.{{}}", f"{module}.block.{{}}.layer"
+        yield f"{short}.output_norm", f"{module}.final_layer_norm"
+        yield f"{ours}.attn_norm", f"{theirs}.0.layer_norm"
+        yield f"{ours}.attn_rel_b", f"{theirs}.0.SelfAttention.relative_attention_bias"
+        for one in "qkvo":
+            yield f"{ours}.attn_{one}", f"{theirs}.0.SelfAttention.{one}"
+            yield f"{ours}.cross_attn_{one}", f"{theirs}.1.EncDecAttention.{one}"
+        yield f"{ours}.cross_attn_norm", f"{theirs}.1.layer_norm"
+        yield f"{ours}.ffn_norm", f"{theirs}.{mlp}.layer_norm"
+        for name, matrix in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo")):
+            yield f"{ours}.ffn_{name}", f"{theirs}.{mlp}.DenseReluDense.{matrix}"
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Files tell neither the feed-forward nor the scale of the last hidden states: the first
+    version has no gates and scales."""
+    header.refuse_quirks()
+    gated = "enc.blk.0.ffn_gate.weight" in header.tensors
+    size = header.integer("attention.key_length")
+    if header.integer("attention.value_length", size) != size:
+        raise header.error("attention.value_length", f"must be the key length, {size}")
+    layers = header.integer("block_count")
+    return {
+        "d_model": header.integer("embedding_length"),
+        "d_ff": header.integer("feed_forward_length"),
+        "d_kv": size,
+        "num_heads": header.integer("attention.head_count"),
+        "num_layers": layers,
+        "num_decoder_layers": header.integer("decoder_block_count", layers),
+        "n_positions": header.integer("context_length"),
+        "layer_norm_epsilon": header.number("attention.layer_norm_rms_epsilon"),
+        "relative_attention_num_buckets": header.integer("attention.relative_buckets_count"),
+        "decoder_start_token_id": header.integer("decoder_start_token_id", 0, low=0),
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "numbered_up": True,
+        "scale_decoder_outputs": not gated,
+    }
+
+
+GGUF = GGUFArchitecture("T5ForConditionalGeneration", dict(_tensors()), config=_gguf_config)
 
 
 def _encoder_decoder(read: ConfigReader, kind: str, *, scales: bool) -> Decoder:
@@ -130,7 +177,7 @@ def _mlp(read: ConfigReader, default: str, module: str) -> DenseMLP:
     gated = kind.startswith("gated-")
     name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
     named = ConfigReader({"feed_forward_proj": name}, read.architecture)
-    up = "wi_1" if gated else "wi"
+    up = "wi_1" if gated or read.flag("numbered_up", False) else "wi"
     return DenseMLP(
         read.integer("d_ff"),
         named.activation("feed_forward_proj"),
