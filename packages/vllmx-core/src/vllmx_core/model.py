@@ -149,8 +149,8 @@ class FeatureSpec(Record):
     """Rows of each input where cross-attention of all tokens reads them, and the input takes no
     places in the prompt; 0: features stand for tokens."""
     decoder_start: int | None = None
-    """Where `crossed` inputs are texts, the id with which the decoder begins: the prompt is what
-    the tower reads, and has at most `crossed` tokens."""
+    """The id with which the decoder begins, if inputs of the tower are texts: the prompt, of at
+    most `crossed` tokens; None: they are not."""
     is_audio: bool = False
     """True if inputs are audio that takes places in the prompt, not images."""
 

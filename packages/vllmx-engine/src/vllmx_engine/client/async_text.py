@@ -37,7 +37,7 @@ class Fetches:
         self._threads = ThreadPoolExecutor(_THREADS, "vllmx-images")
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore]
         self._turns = WeakValueDictionary()
-        """By client and host; kept while any of their fetches goes on."""
+        """The turns of each client at each host; kept while any of their fetches goes on."""
 
     async def fetch(self, pictures: Pictures, client: str) -> None:
         """Fetches the images that are not inline, within `FETCH_S` in all. May be cancelled. Raises
