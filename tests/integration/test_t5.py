@@ -69,6 +69,24 @@ def test_ids_are_transformers(models: Models, backend: str) -> None:
     assert any(len(set(answer)) > 5 for answer in models.answers)
 
 
+def test_preempted_answers_read_their_prompts(models: Models) -> None:
+    """Answers go on from cached blocks, far behind the length of their short prompts, whose keys
+    and values made room for others meanwhile."""
+    prompts = [[one, END] for one in range(2, 10)]
+    params = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    found, preemptions = [], []
+    for blocks in (22, 200):
+        options: dict[str, Any] = {"num_kv_blocks": blocks, "encoder_cache_memory": 1}
+        with LLM(models.folder, backend="cpu", dtype="float32", block_size=16, **options) as llm:
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            found.append([one.outputs[0].token_ids for one in outputs])
+            preemptions.append(llm._engine._core.stats().num_preemptions)
+    assert found[0] == found[1]
+    assert preemptions[0] > preemptions[1] == 0
+    assert list(found[0][5]) == greedy(models.model, prompts[5], LONG)
+
+
 def test_gguf_files(models: Models, tmp_path: Path) -> None:
     file = save_gguf(models.model, tmp_path / "t5.gguf")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

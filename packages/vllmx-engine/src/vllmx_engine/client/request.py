@@ -364,7 +364,8 @@ class RequestBuilder:
         stop_ids = [] if params.ignore_eos else self._eos_ids
         images: list[ImageInput] = []
         if self.info.encoder_tokens:
-            images, ids = [_encoder_input(ids)], [self.info.decoder_start]
+            images = [_encoder_input(ids, self.info.encoder_tokens)]
+            ids = [self.info.decoder_start]
         leader = CoreRequest(
             request_id=f"{self.info.id_prefix}{number}.0",
             prompt=pack_ids(ids),
@@ -426,11 +427,12 @@ class RequestBuilder:
         return found
 
 
-def _encoder_input(ids: Sequence[int]) -> ImageInput:
-    """A prompt as the tower of an encoder-decoder takes it: a patch is an id, exact in float32."""
+def _encoder_input(ids: Sequence[int], room: int) -> ImageInput:
+    """A prompt as the tower of an encoder-decoder takes it: a patch is an id, exact in float32. It
+    takes all the room for one: the whole answer reads it."""
     rows = np.array(ids, np.float32).tobytes()
     digest = hashlib.blake2b(rows, digest_size=32, person=b"text").digest()
-    return ImageInput(0, len(ids), digest, (1, 1, len(ids)), rows, b"")
+    return ImageInput(0, room, digest, (1, 1, len(ids)), rows, b"")
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -122,9 +122,7 @@ _FLOAT_BYTES = 4
 class FeatureStore:
     """The rows of the backend's store by the image that they hold features of."""
 
-    def __init__(self, num_rows: int, least: int = 0) -> None:
-        self.least = least
-        """Rows that an image takes at least."""
+    def __init__(self, num_rows: int) -> None:
         self._rows: OrderedDict[bytes, I32] = OrderedDict()
         """The rows by digest, least recently used first."""
         self._free = np.arange(num_rows, dtype=np.int32)
@@ -143,16 +141,15 @@ class FeatureStore:
         return rows
 
     def take(self, digest: bytes, count: int) -> I32:
-        """(count,) rows for an image that is not there, if need be of those that were used least
-        recently. The caller must call `find` first for all images that it wants to keep, and ask
-        for no more than there is."""
-        size = max(count, self.least)
-        while self._num_free < size:
+        """Rows for an image that is not there, if need be of those that were used least recently.
+        The caller must call `find` first for all images that it wants to keep, and ask for no
+        more than there is."""
+        while self._num_free < count:
             self._give_back(self._rows.popitem(last=False)[1])
-        self._num_free -= size
-        rows = self._free[self._num_free : self._num_free + size].copy()
+        self._num_free -= count
+        rows = self._free[self._num_free : self._num_free + count].copy()
         self._rows[digest] = rows
-        return rows[:count]
+        return rows
 
     def _give_back(self, rows: I32) -> None:
         self._free[self._num_free : self._num_free + rows.size] = rows
@@ -217,11 +214,10 @@ class StepImages:
         """True if an image's features fit next to the others'; counts them if so."""
         if image.digest in self._digests:
             return True
-        wanted = max(image.num_tokens, self._store.least)
-        if self._taken + wanted > self._num_rows:
+        if self._taken + image.num_tokens > self._num_rows:
             return False
         self._digests.add(image.digest)
-        self._taken += wanted
+        self._taken += image.num_tokens
         return True
 
     def _is_made(self, digest: bytes) -> bool:
@@ -263,7 +259,7 @@ class Images:
         """`FeatureSpec.crossed`."""
         self._reads_text = features is not None and features.decoder_start is not None
         self._encoder = encoder
-        self._store = FeatureStore(model.info.num_feature_rows, self.crossed)
+        self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
         """The pass of the tower of which steps have done a part."""
 
@@ -282,14 +278,14 @@ class Images:
         for image in request.images:
             count = int(np.prod(image.grid, dtype=np.int64))
             sound = end <= image.start and image.num_tokens > 0
-            sound = sound and count == image.num_tokens * encoder.patches_per_token
+            places = image.num_tokens * encoder.patches_per_token
+            sound = sound and (count == places or (self._reads_text and count < places))
             size = 1 if image.levels else _FLOAT_BYTES
             sound = sound and len(image.patches) == size * count * encoder.patch_width
             sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
             end = image.start + image.num_tokens
             room = self.crossed or len(request.prompt) // 4
-            sound = sound and (self._reads_text or self.crossed in (0, image.num_tokens))
-            if not sound or end > room:
+            if not sound or end > room or (self.crossed and image.num_tokens != self.crossed):
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
         if self._spans:
             self._check_spans(request)
@@ -379,7 +375,10 @@ class Images:
     def _plan(self, passes: list[Pass]) -> StepPlan:
         """The plan of a pass over some images, with rows of the store for their features."""
         assert self._encoder is not None, "images were checked"
-        keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
+        keep = []
+        for one in passes:
+            rows = self._store.take(one.image.digest, one.image.num_tokens)
+            keep.append(rows[: prod(one.image.grid) // self._encoder.patches_per_token])
         last, places = self._encoder.colours_last, [one.places for one in passes]
         patches = [_values(one.image, colours_last=last) for one in passes]
         return tower_plan(self._encoder, patches, places, np.concatenate(keep))
@@ -391,7 +390,7 @@ class Images:
         image = sequence.images.inputs[0]
         rows = self._store.find(image.digest)
         assert rows is not None, "`encode` came first"
-        return int(rows[0]), image.num_tokens
+        return int(rows[0]), prod(image.grid)
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
         """(T,) for `StepPlan.feature_rows`; each chunk's tokens begin at its start in the step."""
