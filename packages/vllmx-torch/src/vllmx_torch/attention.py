@@ -103,8 +103,9 @@ def _bias_of(bias: Tensor, spec: AttentionSpec, batch: AttentionBatch, positions
     """(K, N, G, Q, C) what is added to the scores of a batch."""
     assert batch.keys is not None, "picked keys have no bias"
     places = positions[batch.tokens].view(len(batch.keys), -1, 1)
-    added: Tensor = bias_of(bias, spec.num_heads, batch.keys[:, None] - places)  # (N, Q, C, H)
-    return added.unflatten(-1, (spec.num_kv_heads, -1)).permute(3, 0, 4, 1, 2)
+    added = bias_of(bias, spec.num_heads, batch.keys[:, None] - places)  # (N, Q, C, H)
+    found: Tensor = added.unflatten(-1, (spec.num_kv_heads, -1)).permute(3, 0, 4, 1, 2)
+    return found
 
 
 def _attend(

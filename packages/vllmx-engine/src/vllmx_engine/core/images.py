@@ -278,8 +278,8 @@ class Images:
         for image in request.images:
             count = int(np.prod(image.grid, dtype=np.int64))
             sound = end <= image.start and image.num_tokens > 0
-            places = image.num_tokens * encoder.patches_per_token
-            sound = sound and (count == places or (self._reads_text and count < places))
+            most = image.num_tokens * encoder.patches_per_token
+            sound = sound and (count == most or (self._reads_text and count < most))
             size = 1 if image.levels else _FLOAT_BYTES
             sound = sound and len(image.patches) == size * count * encoder.patch_width
             sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
