@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 from vllmx_core.bounds import BOUNDS
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.records import Record, field
@@ -21,6 +20,7 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.request_limits import (
+    check_encoded,
     check_logprobs,
     checked_ids,
     id_outside,
@@ -36,8 +36,8 @@ from vllmx_engine.wire.messages import (
     CoreInfo,
     CoreRequest,
     Follower,
-    ImageInput,
     choices_of,
+    inputs_of,
     pack_ids,
 )
 
@@ -215,12 +215,8 @@ class RequestBuilder:
             text, ids = self._truncated(prompt, add_special_tokens, params)
         self._check_prompt(ids)
         begun = 1 if self.info.encoder_tokens else len(ids)  # in the decoder's context
-        if self.info.encoder_tokens and params.prompt_logprobs is not None:
-            raise InvalidRequestError(
-                "prompt_logprobs are those of a decoder, and this model's encoder reads the"
-                " prompt: leave prompt_logprobs, or echo with logprobs, out",
-                param="prompt_logprobs",
-            )
+        if self.info.encoder_tokens:
+            check_encoded(params)
         if not fit_max_tokens:
             self._check_room(begun, params.max_tokens)
         params.check_vocab(self.info.vocab_size)
@@ -362,10 +358,7 @@ class RequestBuilder:
     ) -> list[CoreRequest]:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         stop_ids = [] if params.ignore_eos else self._eos_ids
-        images: list[ImageInput] = []
-        if self.info.encoder_tokens:
-            images = [_encoder_input(ids, self.info.encoder_tokens)]
-            ids = [self.info.decoder_start]
+        images, ids = inputs_of(self.info, ids)
         leader = CoreRequest(
             request_id=f"{self.info.id_prefix}{number}.0",
             prompt=pack_ids(ids),
@@ -425,14 +418,6 @@ class RequestBuilder:
             if spaced[-len(bare) :] != bare:
                 found.append(spaced)
         return found
-
-
-def _encoder_input(ids: Sequence[int], room: int) -> ImageInput:
-    """A prompt as the tower of an encoder-decoder takes it: a patch is an id, exact in float32. It
-    takes all the room for one: the whole answer reads it."""
-    rows = np.array(ids, np.float32).tobytes()
-    digest = hashlib.blake2b(rows, digest_size=32, person=b"text").digest()
-    return ImageInput(0, room, digest, (1, 1, len(ids)), rows, b"")
 
 
 def choice_seed(seed: int, index: int) -> int:
