@@ -99,6 +99,7 @@ def noise(windows: int) -> np.ndarray:
 
 
 def by_vllmx(folder: Path, windows: int, threads: int) -> float:
+    from vllmx_engine.audio.slices import finished
     from vllmx_engine.client.request import RequestOptions
     from vllmx_engine.llm import LLM
     from vllmx_engine.speech.offline import answers
@@ -109,7 +110,7 @@ def by_vllmx(folder: Path, windows: int, threads: int) -> float:
         transcriber = Transcriber(llm._engine.builder)
         task, requests = SpeechTask("en"), []
         for samples in noise(windows):
-            heard = transcriber.heard(Window(0.0, samples))
+            heard = finished(transcriber.heard(Window(0.0, samples)))
             one = transcriber.request(heard, task, "en", RequestOptions())
             core = [
                 msgspec.structs.replace(each, max_tokens=TOKENS, stop_ids=[]) for each in one.core

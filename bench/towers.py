@@ -198,7 +198,7 @@ def vllmx_worker(folder: Path, threads: int) -> float:
     random = np.random.default_rng(0)
     patches = random.uniform(-1, 1, (PATCHES, encoder.patch_width)).astype(np.float32)
     keep = np.arange(PATCHES // 4, dtype=np.int32)
-    plan = tower_plan(encoder, [patches], [encoder.places(GRID)], keep)
+    plan = tower_plan(encoder, [patches], [encoder.places(GRID)], keep, PATCHES // 4)
     step = make_plan([Row([1], 0, [0])], 16)
 
     def seconds() -> float:

@@ -20,6 +20,7 @@ from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.audio.decode import AudioLimits, decode
 from vllmx_engine.audio.processor import find_audio_processor
+from vllmx_engine.audio.slices import finished
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.llm import LLM
 
@@ -85,7 +86,7 @@ def test_answers_are_transformers(family: Family, oracle: Any, folder: Path, bac
     features. The second time the prompt is in the prefix cache."""
     last = 5.3 if family.hears_silence else 2  # three windows
     files = [wav(sound(seconds, seed)) for seed, seconds in enumerate((1.7, 0.31, last))]
-    heard = [decode(file, 16000, AudioLimits(1 << 20, 60), "file") for file in files]
+    heard = [finished(decode(file, 16000, AudioLimits(1 << 20, 60), "file")) for file in files]
     with LLM(
         str(folder), backend=backend, dtype="float32", block_size=16, max_num_batched_tokens=20
     ) as llm:
@@ -117,8 +118,8 @@ def test_features_are_transformers(family: Family, oracle: Any, folder: Path) ->
     loaded, start = spec.load()().load(model, checkpoint.weights, options), 0
     try:
         for one, theirs in zip(samples, family.features(oracle, samples), strict=True):
-            fit = processor.measure(wav(one, width=4), ImageLimits(kind="audio"), "file")
-            (given,) = processor.inputs(0, fit)
+            fit = finished(processor.measure(wav(one, width=4), ImageLimits(kind="audio"), "file"))
+            (given,) = finished(processor.inputs(0, fit))
             rows = np.frombuffer(given.patches, np.float32).reshape(fit.num_rows, -1)
             keep = np.arange(start, start := start + fit.num_tokens, dtype=np.int32)
             places = model.encoder.places(given.grid)
@@ -195,7 +196,7 @@ def test_transcriptions_are_in_the_form_of_mistral(
     ids = [TRANSCRIPTION["<s>"], TRANSCRIPTION["[INST]"], BEGIN, *[AUDIO] * 50, END]
     ids += [] if language is None else [TRANSCRIPTION["lang:de"]]
     ids.append(TRANSCRIPTION["[TRANSCRIBE]"])
-    heard, start = [decode(file, 16000, AudioLimits(1 << 20, 60), "file")], len(ids)
+    heard, start = [finished(decode(file, 16000, AudioLimits(1 << 20, 60), "file"))], len(ids)
     while len(ids) < 68:
         ids.append(int(family.logits(oracle, ids, heard)[-1].argmax()))
     specials = (AUDIO, BEGIN, END, *TRANSCRIPTION.values())

@@ -15,6 +15,7 @@ from transformers import WhisperFeatureExtractor
 from vllmx_core.errors import ConfigError, InvalidRequestError
 from vllmx_engine.audio.decode import AudioLimits, Resampler, decode
 from vllmx_engine.audio.features import LogMel
+from vllmx_engine.audio.slices import finished
 from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.core.speech_rules import SpeechRow
 from vllmx_engine.llm import LLM
@@ -42,7 +43,7 @@ def test_the_frames_are_transformers(mels: int, size: int) -> None:
     samples = sound(size / 16000)
     theirs = WhisperFeatureExtractor(feature_size=mels)
     want = theirs(samples, sampling_rate=16000, return_tensors="np")["input_features"][0].T
-    got = LogMel.of({"feature_size": mels}, "here").frames(samples)
+    got = finished(LogMel.of({"feature_size": mels}, "here").frames(samples))
     assert got.shape == want.shape
     assert np.abs(got - want).max() < 1e-4
 
@@ -51,7 +52,7 @@ def expected(
     oracle: Any, samples: np.ndarray, *, stamps: bool, prompt: Sequence[int] = ()
 ) -> list[int]:
     """transformers' greedy ids behind the prompt."""
-    frames = LogMel(oracle.config.num_mel_bins, 16000, 400, 160, 2).frames(samples)
+    frames = finished(LogMel(oracle.config.num_mel_bins, 16000, 400, 160, 2).frames(samples))
     features = torch.from_numpy(frames.T[None].copy())
     with torch.no_grad():
         found = oracle.generate(
@@ -74,7 +75,7 @@ def answers(llm: LLM, samples: list[np.ndarray], task: SpeechTask) -> list[list[
     """The engine's ids for windows that run together."""
     transcriber = Transcriber(llm._engine.builder)
     requests = [
-        transcriber.request(transcriber.heard(Window(0.0, each)), task, "en", NOBODY)
+        transcriber.request(finished(transcriber.heard(Window(0.0, each))), task, "en", NOBODY)
         for each in samples
     ]
     return [output.outputs[0].token_ids for output in answered(llm._engine, requests)]
@@ -174,13 +175,13 @@ def test_a_small_file_of_much_silence_takes_little_memory() -> None:
     library.write(file, silence, 96_000, format="FLAC")  # 61 MB as floats
     assert len(file.getvalue()) < 50_000
     tracemalloc.start()
-    samples = decode(file.getvalue(), 16_000, AudioLimits(1 << 20, 30), "file")
+    samples = finished(decode(file.getvalue(), 16_000, AudioLimits(1 << 20, 30), "file"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert samples.size == 20 * 16_000
     assert peak < 40e6
     with pytest.raises(InvalidRequestError, match="more than 19 s"):
-        decode(file.getvalue(), 16_000, AudioLimits(1 << 20, 19), "file")
+        finished(decode(file.getvalue(), 16_000, AudioLimits(1 << 20, 19), "file"))
 
 
 @pytest.mark.parametrize(("old", "new"), [(44_100, 16_000), (8_000, 16_000), (22_050, 16_000)])

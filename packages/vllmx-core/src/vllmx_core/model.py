@@ -148,6 +148,9 @@ class FeatureSpec(Record):
     crossed: int = 0
     """Rows of each input where cross-attention of all tokens reads them, and the input takes no
     places in the prompt; 0: features stand for tokens."""
+    decoder_start: int | None = None
+    """The id with which the decoder begins, if inputs of the tower are texts: the prompt, of at
+    most `crossed` tokens; None: they are not."""
     is_audio: bool = False
     """True if inputs are audio that takes places in the prompt, not images."""
 

@@ -145,7 +145,7 @@ class VxAttention(Structure):
         ("norm_eps", c_float), ("rope", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("sinks", c_void_p), ("k_pages", c_void_p), ("v_pages", c_void_p),
         ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("group", c_int32),
-        ("shared", c_int32), ("rope_rows", c_void_p),
+        ("shared", c_int32), ("rope_rows", c_void_p), ("bias", c_void_p), ("bias_length", c_int32),
     ]  # fmt: skip
 
 

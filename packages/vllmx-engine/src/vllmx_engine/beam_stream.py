@@ -43,6 +43,7 @@ class BeamStream(RequestStream):
                 " tool_choice: leave use_beam_search out",
                 param="use_beam_search",
             )
+        builder.check_beams()
         self._streams = streams
         self._builder = builder
         self._options = options

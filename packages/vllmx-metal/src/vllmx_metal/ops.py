@@ -41,7 +41,7 @@ def _linear(op: Linear, frame: MetalFrame) -> None:
     frame[op.out] = frame.matrix(op.w).multiply(frame[op.x]).astype(frame.dtype)
 
 
-@OPS.add(Attention)
+@OPS.add(Attention, when=lambda op: op.bias is None)
 def _attention(op: Attention, frame: MetalFrame) -> None:
     pages, weights = frame.pages[op.spec.layer], op.bound(frame.vector)
     frame[op.out] = attention(frame[op.qkv], op.spec, weights, frame.step, pages)

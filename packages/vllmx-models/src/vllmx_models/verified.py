@@ -12,7 +12,7 @@ from dataclasses import replace
 from vllmx_core.plugins.specs import ModelSpec
 
 LOGITS, VECTORS, IMAGES, LAYOUT, EXPERTS = "logits", "vectors", "images", "layout", "experts"
-DRAFTS, SPEECH, AUDIO = "drafts", "speech", "audio"
+DRAFTS, SPEECH, AUDIO, TEXTS = "drafts", "speech", "audio", "texts"
 KINDS: Mapping[str, str] = {
     LOGITS: "float32 logits to 2e-5 of transformers' and greedy ids, in chunks and on backends",
     VECTORS: "vectors or scores of each token to 2e-5 of the original code's",
@@ -20,12 +20,14 @@ KINDS: Mapping[str, str] = {
     LAYOUT: "reads the layers and the names of tensors of an architecture that is compared",
     SPEECH: "greedy ids of audio, with and without timestamps, several at a time",
     AUDIO: "features to transformers' and greedy ids of chats with several audio files",
+    TEXTS: "greedy ids behind prompts that an encoder reads, several at a time",
     DRAFTS: "draft logits to 2e-5 of the authors' formula, by `--speculate model:PATH`",
     EXPERTS: "experts in GPTQ, AWQ, FP8, compressed-tensors, NVFP4 and, in place, `--isq`",
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
 _WITHOUT_CUDA = ("cpu", "metal", "numpy", "torch")
 _HEARING = ("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration")
+_READING = ("MT5ForConditionalGeneration", "T5ForConditionalGeneration")
 _NO_CUDA = (
     "BertForMaskedLM",
     "DeepseekV4ForCausalLM",
@@ -43,7 +45,7 @@ _NO_CUDA = (
     "PhimoeForCausalLM",
 )
 _BACKENDS: Mapping[str, tuple[str, ...]] = {
-    "WhisperForConditionalGeneration": ("cpu", "numpy", "torch"),
+    **dict.fromkeys((*_READING, "WhisperForConditionalGeneration"), ("cpu", "numpy", "torch")),
     **dict.fromkeys((*_HEARING, *_NO_CUDA), _WITHOUT_CUDA),
 }
 """The backends of architectures with ops that others lack."""
@@ -151,6 +153,8 @@ def _checked(name: str) -> tuple[str, ...]:
         return (LAYOUT,)
     if name == "WhisperForConditionalGeneration":
         return (SPEECH,)
+    if name in _READING:
+        return (TEXTS,)
     if name in _HEARING:
         return (AUDIO,)
     if name in _DRAFTERS:

@@ -83,6 +83,7 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
     wrong page of the first is seen in the second."""
     values: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_size": 16, "scale": 0.25}
     norms, sinks = features.pop("norms", False), features.pop("sinks", False)
+    biased = features.pop("biased", False)
     values |= features
     windows: Sequence[int | None] = values.pop("windows", [values.pop("window", None)] * 2)
     shared = values.pop("shared", False)  # by all layers but the first
@@ -104,6 +105,8 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
         builder.vector(f"{layer}.q_norm", size)
         builder.vector(f"{layer}.k_norm", size)
         builder.vector(f"{layer}.sinks", heads, centre=0.5)
+        if biased:
+            builder.vector(f"{layer}.bias", (2 * 512 - 1) * heads, centre=0.0, spread=1.0)
     builder.linear("head", VOCAB, HIDDEN)
 
     def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
@@ -117,6 +120,7 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
                 q_norm=w[f"{layer}.q_norm"] if norms else None,
                 k_norm=w[f"{layer}.k_norm"] if norms and not spec.shared else None,
                 sinks=w[f"{layer}.sinks"] if sinks else None,
+                bias=w.get(f"{layer}.bias"),
             )
             x = ops.add(x, ops.linear(attended, w[f"{layer}.out"]))
         return ops.logits(x, step.logit_rows, w["head"])
@@ -182,14 +186,25 @@ class AttentionChecks(Harness):
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)
 
+    @pytest.mark.parametrize("features", [{}, {"num_kv_heads": 2, "window": 40}])
+    def test_bias(self, features: dict[str, Any]) -> None:
+        """Scores with a number added by distance, over pages of more than one partition."""
+        model, source = self._model_with(biased=True, **features)
+        limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_kv_blocks": 128}
+        for steps in (mixed_steps(), long_steps(480, 300)):
+            self.compare(model, source, steps, **limits)
+
     def _model_with_spans(self, **features: Any) -> tuple[SyntheticModel, ArraySource]:
-        """Skips where the backend refuses it by name, as it must unless it has spans."""
-        model, source = attention_model(spans=True, rotary_dim=16, **features)
+        return self._model_with(spans=True, rotary_dim=16, **features)
+
+    def _model_with(self, **features: Any) -> tuple[SyntheticModel, ArraySource]:
+        """Skips where the backend refuses it by name, as it must unless it has these options."""
+        model, source = attention_model(**features)
         backend = self.make_backend()
         if not all(map(backend.supports, record(model, 512).steps.ops)):
             with pytest.raises(UnsupportedOpError, match="needs the op 'attention'"):
                 backend.load(model, source, load_options(self.dtype, {}))
-            pytest.skip(f"{backend.name} refuses spans by name")
+            pytest.skip(f"{backend.name} refuses {', '.join(features)} by name")
         return model, source
 
     @pytest.mark.parametrize("block_size", [8, 32, 128])

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, normed, rotate
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, bias_of, normed, rotate
 from vllmx_core.ops.head import softcap
 from vllmx_core.ops.segment_attention import SegmentSpec, bias_between, segments
 
@@ -70,7 +70,7 @@ def attention(
         k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
     if spec.norm_last:
         q, k = normed(q, k, spec, weights, TORCH)
-    out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)
+    out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch, weights.bias)
     return out.view(-1, heads * size)
 
 
@@ -83,6 +83,7 @@ def paged_attention(
     step: TorchStep,
     pages: LayerPages,
     scratch: Scratch,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Writes keys and values (T, K, D) to the pages, unless the layer shares them, and attends:
     q (T, H, D) -> (T, H, D), all float32."""
@@ -92,9 +93,19 @@ def paged_attention(
     q = pages.k.turned(q)
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(pages.group, spec.reach, spec.causal, spans=spec.spans):
-        attended = _attend(q[batch.tokens], batch, spec, sinks, pages, scratch)
+        added = None if bias is None else _bias_of(bias, spec, batch, step.positions)
+        attended = _attend(q[batch.tokens], batch, spec, sinks, pages, scratch, added)
         out.index_copy_(0, batch.tokens, attended)
     return pages.v.turned(out)
+
+
+def _bias_of(bias: Tensor, spec: AttentionSpec, batch: AttentionBatch, positions: Tensor) -> Tensor:
+    """(K, N, G, Q, C) what is added to the scores of a batch."""
+    assert batch.keys is not None, "picked keys have no bias"
+    places = positions[batch.tokens].view(len(batch.keys), -1, 1)
+    added = bias_of(bias, spec.num_heads, batch.keys[:, None] - places)  # (N, Q, C, H)
+    found: Tensor = added.unflatten(-1, (spec.num_kv_heads, -1)).permute(3, 0, 4, 1, 2)
+    return found
 
 
 def _attend(
@@ -104,6 +115,7 @@ def _attend(
     sinks: Tensor | None,
     pages: LayerPages,
     scratch: Scratch,
+    bias: Tensor | None,
 ) -> Tensor:
     """q (N * Q, H, D) -> (N * Q, H, D)."""
     tiles, queries, _ = batch.mask.shape
@@ -116,6 +128,7 @@ def _attend(
     values = scratch.gather("v", pages.v, batch.slots)  # (K, N, C, D)
     scores: Tensor = softcap((q @ keys.mT) * spec.scale, spec.softcap, TORCH)  # (K, N, G * Q, C)
     scores = scores.view(kv_heads, tiles, group, queries, -1)
+    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~batch.mask[:, None], -torch.inf)
     if sinks is not None:
         by_head = sinks.view(kv_heads, 1, group, 1, 1).expand(*scores.shape[:-1], 1)

@@ -27,6 +27,7 @@ class AttentionBatch:
     tokens: Tensor  # (N * Q,) indices into the T tokens
     slots: Tensor  # (N, C) KV slots
     mask: Tensor  # (N, Q, C) True where the query sees the key
+    keys: Tensor | None = None  # (N, C) positions; None where no bias is added by distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +117,4 @@ class TorchStep:
             mask = mask & (keys <= seen[tokens][:, :, None])
         elif reach:
             mask = mask & (keys < places + reach)
-        return AttentionBatch(tokens.flatten(), slots, mask)
+        return AttentionBatch(tokens.flatten(), slots, mask, held)

@@ -84,6 +84,9 @@ class AttentionWeights(Record, Generic[W]):
     q_norm: W | None = None  # (D,)
     k_norm: W | None = None  # (D,)
     sinks: W | None = None  # (H,) extra logit in each head's softmax
+    bias: W | None = None
+    """((2n - 1) * H,) added to scores by distance, see `SegmentAttention.bias`; contexts have at
+    most n tokens."""
 
 
 NO_WEIGHTS: AttentionWeights[Floats] = AttentionWeights()
@@ -99,6 +102,7 @@ class Attention(Op):
     q_norm: WeightRef | None
     k_norm: WeightRef | None
     sinks: WeightRef | None
+    bias: WeightRef | None
     out: Value
 
     @classmethod
@@ -118,12 +122,13 @@ class Attention(Op):
             weights.q_norm,
             weights.k_norm,
             weights.sinks,
+            weights.bias,
             Value(spec.num_heads * spec.head_size),
         )
 
     def bound(self, get: Callable[[WeightRef], W]) -> AttentionWeights[W]:
         """The weights of the op as a backend has them; `get` gives each."""
-        refs = (self.rope, self.q_norm, self.k_norm, self.sinks)
+        refs = (self.rope, self.q_norm, self.k_norm, self.sinks, self.bias)
         return AttentionWeights(*(None if ref is None else get(ref) for ref in refs))
 
     def check(self) -> None:
@@ -144,6 +149,7 @@ class Attention(Op):
                 expect_vector(norm, size)
         if self.sinks is not None:
             expect_vector(self.sinks, heads)
+        expect_bias(self.bias, heads)
 
     def compute(self, frame: NumpyFrame) -> None:
         pages, weights = frame.pages[self.spec.layer], self.bound(frame.weight)
@@ -174,6 +180,21 @@ def expect_rotation(
         expect_weight(rope, "constant")
         wide = f"{where}table {rope.name!r} has {rope.cols} columns"
         expect(rope.cols == rotary_dim, f"{wide}, not rotary_dim {rotary_dim}")
+
+
+def expect_bias(bias: WeightRef | None, heads: int) -> None:
+    """A bias, if any, has a number of each head for each distance, the same ones both ways."""
+    if bias is not None:
+        distances, odd = divmod(bias.rows, heads)
+        expect(distances % 2 == 1 and not odd, f"a bias of {bias.rows} for {heads} heads")
+        expect_vector(bias, bias.rows)
+
+
+def bias_of(bias: Array, heads: int, distances: Array) -> Array:
+    """(..., H) what is added to the scores of keys that are so many places behind the query, if
+    above 0, or before it."""
+    by_distance = bias.reshape(-1, heads)
+    return by_distance[distances + by_distance.shape[0] // 2]
 
 
 def rotations(table: Floats, plan: StepPlan, axes: tuple[int, ...]) -> Floats:
@@ -257,7 +278,11 @@ def attention(
         if spec.spans and plan.visible_to is not None:
             seen = plan.visible_to[tokens]
         mask = attention_mask(spec, query_positions, key_positions, seen)
-        out[tokens] = attend(q[tokens], keys, values, mask, spec, weights.sinks)
+        bias = None
+        if weights.bias is not None:
+            distances = key_positions - query_positions[:, None]
+            bias = np.moveaxis(bias_of(weights.bias, heads, distances), -1, 0)
+        out[tokens] = attend(q[tokens], keys, values, mask, spec, weights.sinks, bias)
     return out.reshape(qkv.shape[0], heads * size)
 
 

@@ -146,9 +146,10 @@ class Ops:
         q_norm: WeightRef | None = None,
         k_norm: WeightRef | None = None,
         sinks: WeightRef | None = None,
+        bias: WeightRef | None = None,
     ) -> Value:
         """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec` and `AttentionWeights`."""
-        weights = AttentionWeights(rope, q_norm, k_norm, sinks)
+        weights = AttentionWeights(rope, q_norm, k_norm, sinks, bias)
         return self._record(Attention.of, qkv, spec, weights, step).out
 
     def latent_attention(

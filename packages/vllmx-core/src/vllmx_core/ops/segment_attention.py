@@ -12,12 +12,14 @@ from vllmx_core.ops.attention import (
     AttentionSpec,
     attend,
     attention_mask,
+    bias_of,
+    expect_bias,
     expect_rotation,
     rotate,
     rotations,
 )
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
+from vllmx_core.ops.op import Op, expect, expect_features
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
@@ -96,10 +98,7 @@ class SegmentAttention(Op):
         expect(heads % kv_heads == 0, f"{heads} heads over {kv_heads} kv heads")
         expect(spec.window is None or spec.window >= 1, f"a window of {spec.window} tokens")
         expect_rotation(self.rope, spec.rotary_dim, size, spec.rope_axes)
-        if self.bias is not None:
-            distances, odd = divmod(self.bias.rows, heads)
-            expect(distances % 2 == 1 and not odd, f"a bias of {self.bias.rows} for {heads} heads")
-            expect_vector(self.bias, self.bias.rows)
+        expect_bias(self.bias, heads)
 
     def compute(self, frame: NumpyFrame) -> None:
         table = None if self.rope is None else frame.weight(self.rope)
@@ -135,9 +134,9 @@ def segment_attention(
 def bias_between(bias: Array, heads: int, length: int, xp: Arrays = NUMPY) -> Array:
     """(H, n, n) what `SegmentAttention.bias` adds to the scores of n = `length` tokens, by query
     and key."""
-    by_distance, places = bias.reshape(-1, heads), np.arange(length)
-    distances = places - places[:, None] + by_distance.shape[0] // 2
-    return xp.moveaxis(by_distance[xp.upload(bias, distances)], -1, 0)
+    places = np.arange(length)
+    distances = xp.upload(bias, places - places[:, None])
+    return xp.moveaxis(bias_of(bias, heads, distances), -1, 0)
 
 
 def segments(spec: SegmentSpec, plan: StepPlan) -> list[int]:

@@ -202,6 +202,9 @@ def _attention(op: Attention, share: Share, cutter: Cutter) -> Options:
     cutter.cache(op, spec.layer, kept)
     if op.sinks is not None:
         cutter.rows(op, op.sinks, share.grouped(size))
+    if op.bias is not None:
+        heads = share.grouped(size)
+        cutter.rows(op, op.bias, heads.repeated(op.bias.rows // heads.whole))
     return {"spec": replace(spec, num_heads=last - first, num_kv_heads=len(kept))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
@@ -37,6 +37,7 @@ def _attention(op: Attention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
     pages = model.pages[spec.layer]
     rope, rope_rows = rotation(op.rope, spec.rope_axes, site)
+    bias = None if op.bias is None else _by_head(model.weights.vectors[op.bias.name], spec)
     arguments = VxAttention(
         qkv=site.address(op.qkv),
         out=site.address(op.out),
@@ -64,7 +65,10 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         workspace_bytes=model.workspace.nbytes,
         group=pages.group,
         shared=int(spec.shared),
+        bias=None if bias is None else bias.ctypes.data,
+        bias_length=0 if bias is None else bias.shape[1] // 2 + 1,
     )
+    arguments.kept = bias
     if spec.spans:
         return [site.call(op, "span_attention", VxSpanAttention(arguments, images(site)))]
     return [site.call(op, "attention", arguments)]
@@ -161,7 +165,7 @@ def _has_pairs(op: SegmentAttention) -> bool:
 def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
     rope, rope_rows = rotation(op.rope, spec.rope_axes, site)
-    bias = None if op.bias is None else _by_head(site.model.weights.vectors[op.bias.name], spec)
+    bias = None if op.bias is None else _by_head(model.weights.vectors[op.bias.name], spec)
     arguments = VxSegmentAttention(
         qkv=site.address(op.qkv),
         out=site.address(op.out),
@@ -186,8 +190,8 @@ def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
     return [site.call(op, "segment_attention", arguments)]
 
 
-def _by_head(bias: F32, spec: SegmentSpec) -> F32:
-    """(H, 2n - 1) `SegmentAttention.bias` as the kernel reads it: n is a multiple of its groups."""
+def _by_head(bias: F32, spec: AttentionSpec | SegmentSpec) -> F32:
+    """(H, 2n - 1) a bias by distance as the kernel reads it: n is a multiple of its groups."""
     by_head = bias.reshape(-1, spec.num_heads).T
     more = -(by_head.shape[1] // 2 + 1) % SEGMENT_GROUP
     return np.ascontiguousarray(np.pad(by_head, ((0, 0), (more, more))))

@@ -48,8 +48,6 @@ namespace vx {
 struct PagedAttention : VxAttention {
   const int32_t* seen;  // (T) last position that a causal layer's token sees, or null: its own
   int32_t piece = 0, pieces = 1;  // shares piece, piece + pieces, ... alone; the first piece writes K and V
-  const float* bias = nullptr;    // VxSegmentAttention::bias
-  int32_t bias_length = 0;
 };
 
 namespace VX_ISA {

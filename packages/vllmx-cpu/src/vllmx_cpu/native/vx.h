@@ -97,4 +97,6 @@ struct VxAttention {
   int32_t group;                 // which of the step's block tables lists the pages
   int32_t shared;                // 1: q alone, (T, H * D), over pages that an earlier layer wrote
   const int32_t* rope_rows;      // (T) rows of `rope`, or null: the positions
+  const float* bias;             // see VxSegmentAttention
+  int32_t bias_length;
 };

@@ -131,8 +131,7 @@ class Layer:
 def can_attend(op: Attention | SegmentAttention) -> bool:
     axes = op.spec.rope_axes
     turns = len(axes) <= MAX_FREQUENCIES and max(axes, default=0) < MAX_AXES
-    biased = isinstance(op, SegmentAttention) and op.bias is not None
-    return op.spec.head_size in HEAD_SIZES and turns and not biased
+    return op.spec.head_size in HEAD_SIZES and turns and op.bias is None
 
 
 def attention(op: Attention, to: Lowering) -> Enqueue:

@@ -14,13 +14,16 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
+from vllmx_engine.audio.slices import Sliced
+
 _MOST_CHANNELS = 32
 _RATES = (1000, 192_000)
 _TAPS = 16
 """Zero crossings of the resampling filter on each side."""
 _PIECE = 1 << 13
 _READ = 1 << 18
-"""Frames that are decoded at a time."""
+_READ_S = 8
+"""Frames and seconds that are decoded at a time."""
 
 
 class AudioLimits(Record):
@@ -51,8 +54,8 @@ class AudioLimits(Record):
         return int(self.max_seconds * rate) + 1
 
 
-def decode(data: bytes, rate: int, limits: AudioLimits, where: str) -> F32:
-    """The samples of a file at `rate`. May take a while. Raises InvalidRequestError."""
+def decode(data: bytes, rate: int, limits: AudioLimits, where: str) -> Sliced[F32]:
+    """The samples of a file at `rate`. Raises InvalidRequestError."""
     limits.check_bytes(len(data), where)
     found: list[F32] = []
     resampler: Resampler | None = None
@@ -72,6 +75,7 @@ def decode(data: bytes, rate: int, limits: AudioLimits, where: str) -> F32:
                 f"{where} has samples that are not finite: send another file", param=where
             )
         found.append(resampler.feed(np.clip(mono, -1.0, 1.0)))
+        yield
     if resampler is None:
         raise InvalidRequestError(f"{where} has no samples: send an audio", param=where)
     return np.concatenate([*found, resampler.rest()])
@@ -82,9 +86,11 @@ def _pieces(data: bytes, limits: AudioLimits, where: str) -> Iterator[tuple[F32,
     file, and would not fit in memory with all its channels."""
     whole = _read(data, limits, where)
     if whole is not None:
-        samples, rate = whole
-        for begin in range(0, len(samples), _READ):
-            yield samples[begin : begin + _READ], rate
+        raw, rate, width, channels = whole
+        frame = width * channels
+        step = min(_READ, _READ_S * rate) * frame
+        for begin in range(0, len(raw) // frame * frame, step):
+            yield _pcm(raw[begin : begin + step], width, channels), rate
         return
     try:
         import soundfile  # an extra
@@ -97,13 +103,14 @@ def _pieces(data: bytes, limits: AudioLimits, where: str) -> Iterator[tuple[F32,
     yield from _by_library(soundfile, data, limits, where)
 
 
-def _read(data: bytes, limits: AudioLimits, where: str) -> tuple[F32, int] | None:
-    """(frames, channels) of a WAV file and their rate; None: it is another file."""
+def _read(data: bytes, limits: AudioLimits, where: str) -> tuple[bytes, int, int, int] | None:
+    """The frames of a WAV file, their rate, bytes of a sample and channels; None: it is another
+    file."""
     try:
         with wave.open(io.BytesIO(data)) as file:
             rate, channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
             raw = file.readframes(limits.most_frames(rate, channels, where))
-        return _pcm(raw, width, channels), rate
+        return (raw, rate, width, channels) if 1 <= width <= 4 else None
     except InvalidRequestError:
         raise
     except Exception:  # wave raises what it likes; the library may know the file
@@ -115,10 +122,11 @@ def _by_library(
 ) -> Iterator[tuple[F32, int]]:
     try:
         with library.SoundFile(io.BytesIO(data)) as file:
-            left = limits.most_frames(file.samplerate, file.channels, where)
-            while left > 0 and len(piece := file.read(min(left, _READ), "float32", always_2d=True)):
+            rate = int(file.samplerate)
+            left, most = limits.most_frames(rate, file.channels, where), min(_READ, _READ_S * rate)
+            while left > 0 and len(piece := file.read(min(left, most), "float32", always_2d=True)):
                 left -= len(piece)
-                yield piece, int(file.samplerate)
+                yield piece, rate
     except InvalidRequestError:
         raise
     except Exception as error:  # whatever the library raises is the file's
@@ -137,10 +145,8 @@ def _pcm(raw: bytes, width: int, channels: int) -> F32:
         wide = np.zeros((len(triples), 4), np.uint8)
         wide[:, 1:] = triples
         found = wide.view("<i4")[:, 0].astype(np.float32) / 2.0**31
-    elif width in (2, 4):
-        found = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
     else:
-        raise ValueError(width)
+        found = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
     return found.reshape(-1, channels)
 
 

@@ -11,6 +11,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
+from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.wire.messages import ImageInput
 
 _FLOOR = 1e-10
@@ -72,30 +73,30 @@ class LogMel(Record):
         """Windows that hold so many samples."""
         return max(1, -(-num_samples // self.num_samples))
 
-    def frames(self, samples: F32) -> F32:
-        """(n, mels) of samples, padded with silence to whole windows."""
-        padded = np.zeros(self.num_windows(samples.size) * self.num_samples, np.float64)
+    def frames(self, samples: F32) -> Sliced[F32]:
+        """(n, mels) of samples, padded with silence to whole windows, each of them a slice."""
+        padded = np.zeros(self.num_windows(samples.size) * self.num_samples, np.float32)
         padded[: samples.size] = samples
         half = self.size // 2
         padded = np.pad(padded, half, mode="reflect")
         pieces = np.lib.stride_tricks.sliding_window_view(padded, self.size)[:: self.hop][:-1]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.size) / self.size)
-        filters, mels = self._filters.T, np.empty((len(pieces), self.num_mels))
+        filters, mels = self._filters.T, np.empty((len(pieces), self.num_mels), np.float32)
         for begin in range(0, len(pieces), self.num_frames):  # an hour's pieces take gigabytes
             some = slice(begin, begin + self.num_frames)
             power = np.abs(np.fft.rfft(pieces[some] * hann, axis=1)) ** 2
             mels[some] = np.log10(np.maximum(power @ filters, _FLOOR))
-        mels = (np.maximum(mels, mels.max() - _RANGE) + 4.0) / 4.0
-        found: F32 = mels.astype(np.float32)
+            yield
+        found: F32 = (np.maximum(mels, mels.max() - _RANGE) + 4.0) / 4.0
         return found
 
     def audio_inputs(
         self, samples: F32, count: int, start: int, rows_per_token: int = 1
-    ) -> list[ImageInput]:
+    ) -> Sliced[list[ImageInput]]:
         """The audio as the core takes it, `count` rows of each window. A row has the frames that
         the encoder reads for it: the one before its own two, these, and the one behind. Zeros
         surround a window."""
-        frames, num_tokens = self.frames(samples), count // rows_per_token
+        frames, num_tokens = (yield from self.frames(samples)), count // rows_per_token
         at = 2 * np.arange(count)[:, None] + np.arange(_FRAMES_OF_ROW)
         found: list[ImageInput] = []
         for begin in range(0, len(frames), self.num_frames):
@@ -104,6 +105,7 @@ class LogMel(Record):
             digest = hashlib.blake2b(rows, digest_size=32, person=b"audio").digest()
             place = start + len(found) * num_tokens
             found.append(ImageInput(place, num_tokens, digest, (1, 1, count), rows, b""))
+            yield
         return found
 
 

@@ -11,6 +11,7 @@ from vllmx_core.records import Record
 
 from vllmx_engine.audio.decode import AudioLimits, decode
 from vllmx_engine.audio.features import LogMel
+from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.text.model_files import read_json_object
 from vllmx_engine.wire.images import Kind
@@ -59,12 +60,13 @@ class AudioProcessor(Record):
         """The text that replaces `mark`."""
         return (self.token * fit.num_tokens).join(self.around)
 
-    def measure(self, data: bytes, limits: ImageLimits, where: str) -> AudioFit:
+    def measure(self, data: bytes, limits: ImageLimits, where: str) -> Sliced[AudioFit]:
         """Decodes a file. Raises InvalidRequestError."""
         bounds, most = AudioLimits(limits.max_bytes, limits.max_seconds), self.frames.seconds
         if not self.hears_silence and most < limits.max_seconds:  # the rest is not even decoded
             bounds = AudioLimits(limits.max_bytes, most, "cut it, the model hears no more")
-        return self.fit(decode(data, self.frames.rate, bounds, where), where)
+        samples = yield from decode(data, self.frames.rate, bounds, where)
+        return self.fit(samples, where)
 
     def fit(self, samples: F32, where: str) -> AudioFit:
         """The fit for samples at the model's rate. Raises InvalidRequestError."""
@@ -83,8 +85,8 @@ class AudioProcessor(Record):
         num_bytes = num_windows * rows * _FRAMES_READ * frames.num_mels * 4  # bytes of a float
         return AudioFit(samples, rows, num_tokens, num_bytes)
 
-    def inputs(self, start: int, fit: AudioFit) -> list[ImageInput]:
-        """The windows of an audio whose first token is at `start`. May take a while."""
+    def inputs(self, start: int, fit: AudioFit) -> Sliced[list[ImageInput]]:
+        """The windows of an audio whose first token is at `start`."""
         return self.frames.audio_inputs(fit.samples, fit.num_rows, start, self.rows_per_token)
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from vllmx_core.errors import InvalidRequestError, QueueFullError
 from vllmx_core.output_format import OutputFormat
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.system.deadline import Deadline
 
+from vllmx_engine.audio.slices import Sliced, SliceThreads
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
 from vllmx_engine.client.chat_images import ChatImages, Pictures
 from vllmx_engine.client.request import Prompt
@@ -33,7 +35,9 @@ class Fetches:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "vllmx-images")
-        self._shares: dict[tuple[str, str], _Share] = {}
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore]
+        self._turns = WeakValueDictionary()
+        """The turns of each client at each host; kept while any of their fetches goes on."""
 
     async def fetch(self, pictures: Pictures, client: str) -> None:
         """Fetches the images that are not inline, within `FETCH_S` in all. May be cancelled. Raises
@@ -53,37 +57,23 @@ class Fetches:
 
     async def _fetch(self, pictures: Pictures, index: int, client: str, deadline: Deadline) -> None:
         host = pictures.source(index).host
-        share = self._shares.setdefault((client, host), _Share())
-        share.num_users += 1
+        turns = self._turns.setdefault((client, host), asyncio.Semaphore(_TOGETHER))
+        await _enter(turns, host, deadline)
         try:
-            await _enter(share, host, deadline)
-            try:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._threads, pictures.fetch, index, deadline)
-            finally:
-                share.turns.release()
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, pictures.fetch, index, deadline)
         finally:
-            share.num_users -= 1
-            if not share.num_users:
-                del self._shares[client, host]
+            turns.release()
 
     def close(self) -> None:
         """Drops the fetches that wait for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Share:
-    """The fetches of one client from one host."""
-
-    def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(_TOGETHER)
-        self.num_users = 0
-
-
-async def _enter(share: _Share, host: str, deadline: Deadline) -> None:
+async def _enter(turns: asyncio.Semaphore, host: str, deadline: Deadline) -> None:
     try:
         async with asyncio.timeout(deadline.left_s(deadline.seconds)):
-            await share.turns.acquire()
+            await turns.acquire()
     except TimeoutError:
         raise QueueFullError(
             f"{_TOGETHER} images of {host or 'this machine'} are being fetched already, and none"
@@ -154,11 +144,13 @@ class AsyncText:
     Attributes:
         tokenizer: of the model.
         text: threads for texts that are too long for the event loop.
+        slices: threads for audio and for the headers of images.
     """
 
     def __init__(self, tokenizer: Tokenizer, renderer: ChatRenderer, images: ChatImages) -> None:
         self.tokenizer = tokenizer
         self.text = TextThreads()
+        self.slices = SliceThreads()
         self._renderer = renderer
         self._images = images
         self._fetches = Fetches()
@@ -239,16 +231,17 @@ class AsyncText:
         if _is_text_alone(messages):
             return self._images.take(messages)
         # On a thread, for a message may have a hundred thousand parts.
-        conversation, pictures = await asyncio.to_thread(self._taken, messages)
+        conversation, pictures = await self.slices.run(client, self._taken(messages))
         if pictures.far:
             await self._fetches.fetch(pictures, client)
+            await self.slices.run(client, pictures.measure())
         return conversation, pictures
 
     def _taken(
         self, messages: Sequence[ChatMessage | Message]
-    ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
+    ) -> Sliced[tuple[Sequence[ChatMessage | Message], Pictures]]:
         conversation, pictures = self._images.take(messages)
-        pictures.measure()
+        yield from pictures.measure()
         return conversation, pictures
 
     async def decode(
@@ -261,6 +254,7 @@ class AsyncText:
     def close_text(self) -> None:
         """Drops what waits for a thread."""
         self.text.close()
+        self.slices.close()
         self._fetches.close()
 
     async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:

@@ -187,6 +187,7 @@ def search_beams(
 ) -> list[BeamSearchOutput]:
     """Searches behind all prompts together, each with its options. `run` answers requests, in
     order."""
+    builder.check_beams()
     starts, searches = [], []
     for prompt in prompts:
         ids = builder.build(prompt, SamplingParams(max_tokens=1)).prompt_ids

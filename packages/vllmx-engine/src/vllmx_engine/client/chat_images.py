@@ -16,6 +16,7 @@ from vllmx_core.records import Record
 from vllmx_core.system.deadline import Deadline
 
 from vllmx_engine.audio.processor import AudioFit, AudioProcessor, find_audio_processor
+from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
@@ -91,7 +92,8 @@ class Pictures:
     """The images or audio of one conversation. With none of them everything here does nothing.
 
     Headers are read first: how many tokens an image takes is known by its size. A request that
-    cannot be served is refused before any image is decoded. Audio is decoded to know its length.
+    cannot be served is refused before any image is decoded. Audio is decoded to know its length,
+    and its windows are made at once: these are slices, and `placed` is not.
 
     Args:
         images: finds and prepares them.
@@ -104,6 +106,8 @@ class Pictures:
         self._room = images.room
         self._stored: dict[int, bytes] = {}
         self._fits: list[Fit | AudioFit | None] = [None] * len(sources)
+        self._heard: dict[int, list[ImageInput]] = {}
+        """The windows of audio, as if its first token were at 0."""
         self._texts = [""] * len(sources)
         """The texts that stand for them in the prompt."""
 
@@ -123,28 +127,36 @@ class Pictures:
     def source(self, index: int) -> ImageSource:
         return self._sources[index]
 
-    def measure(self) -> None:
-        """Reads the headers of the images that need not be fetched. Raises InvalidRequestError."""
+    def measure(self) -> Sliced[None]:
+        """Reads the headers of images, and all of audio, that is inline or was fetched. Raises
+        InvalidRequestError."""
         for index, source in enumerate(self._sources):
-            if source.is_inline:
-                self._measure(index, read_source(source, self._limits))
+            if self._fits[index] is None and (source.is_inline or index in self._stored):
+                data = self._stored.get(index)
+                if data is None:
+                    data = read_source(source, self._limits)
+                yield from self._measure(index, data)
+                yield
 
     def fetch(self, index: int, deadline: Deadline | None = None) -> None:
         """Reads one from where it is. May wait long. Raises InvalidRequestError."""
-        data = read_source(self._sources[index], self._limits, deadline)
-        self._measure(index, data)
-        self._stored[index] = data
+        self._stored[index] = read_source(self._sources[index], self._limits, deadline)
 
-    def _measure(self, index: int, data: bytes) -> None:
+    def _measure(self, index: int, data: bytes) -> Sliced[None]:
         """Checks one with all whose size is known already."""
         processor, where = self._processor, self._sources[index].where
         assert processor is not None, "others were refused"
         if isinstance(processor, AudioProcessor):
-            heard = processor.measure(data, self._limits, where)
+            heard = yield from processor.measure(data, self._limits, where)
             self._fits[index], self._texts[index] = heard, processor.written(heard)
+            self._check(where)
+            self._heard[index] = yield from processor.inputs(0, heard)
         else:
             fit = processor.fit(*size_of(data, self._limits, where), where)
             self._fits[index], self._texts[index] = fit, processor.written(fit)
+            self._check(where)
+
+    def _check(self, where: str) -> None:
         known = [fit for fit in self._fits if fit is not None]
         self._room.check(
             [fit.num_tokens for fit in known], sum(fit.num_bytes for fit in known), where
@@ -173,8 +185,10 @@ class Pictures:
         if stopped():
             raise InvalidRequestError("nobody waits for the images any more")
         source, processor, fit = self._sources[index], self._processor, self._fits[index]
-        if isinstance(processor, AudioProcessor) and isinstance(fit, AudioFit):
-            return processor.inputs(next(starts), fit)
+        if index in self._heard:
+            start = next(starts)
+            heard = self._heard[index]
+            return [msgspec.structs.replace(one, start=start + one.start) for one in heard]
         assert isinstance(processor, ImageProcessor), "others were refused"
         assert isinstance(fit, Fit), "it was measured"
         data = self._stored.pop(index, None)

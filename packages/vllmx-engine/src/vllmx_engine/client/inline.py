@@ -18,6 +18,7 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import MutableRecord, field
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.audio.slices import finished
 from vllmx_engine.client.chat import (
     ChatMessage,
     ChatOptions,
@@ -198,9 +199,9 @@ class InlineEngine:
         builder.check_chats()
         found = renderer.with_calls(params or builder.sampling_params(), options)
         plain, pictures = self.images.take(conversation)
-        pictures.measure()
         for index in pictures.far:
             pictures.fetch(index)
+        finished(pictures.measure())
         prompt = renderer.render(plain, options)
         thoughts = renderer.thoughts(found, prompt, options)
         free = renderer.free_part(found, prompt, builder.eos_ids, options)

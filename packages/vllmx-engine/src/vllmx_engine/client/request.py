@@ -20,6 +20,7 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.request_limits import (
+    check_encoded,
     check_logprobs,
     checked_ids,
     id_outside,
@@ -31,7 +32,14 @@ from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Thoughts
-from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
+from vllmx_engine.wire.messages import (
+    CoreInfo,
+    CoreRequest,
+    Follower,
+    choices_of,
+    inputs_of,
+    pack_ids,
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -54,6 +62,8 @@ class Request(Record):
     """Seconds of rendering and tokenising before `arrival_s`, including the wait for a thread."""
     grammar_s: float = 0.0
     """Seconds of the grammar check before that."""
+    goes_on: bool = True
+    """The answer's text goes on with that of the prompt; False: a decoder begins anew."""
     readers: AnswerReaders | None = None
     """The readers of a conversation's answers, where they hold more than content."""
 
@@ -155,6 +165,15 @@ class RequestBuilder:
                 param="model",
             )
 
+    def check_beams(self) -> None:
+        """Raises InvalidRequestError for a model whose answers do not go on with their prompts."""
+        if self.info.encoder_tokens:
+            raise InvalidRequestError(
+                "a beam search follows the prompt with what it found, and this model's encoder"
+                " reads the prompt alone: leave use_beam_search out",
+                param="use_beam_search",
+            )
+
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""
         return SamplingParams(**{**self.defaults, **explicit})
@@ -191,17 +210,20 @@ class RequestBuilder:
         self.check_generates()
         params = self._resolved(params or self.sampling_params())
         if params.truncate_prompt_tokens is None:
-            text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
+            text, ids = self._tokens(prompt, add_special_tokens, self._most_tokens)
         else:
             text, ids = self._truncated(prompt, add_special_tokens, params)
         self._check_prompt(ids)
+        begun = 1 if self.info.encoder_tokens else len(ids)  # in the decoder's context
+        if self.info.encoder_tokens:
+            check_encoded(params)
         if not fit_max_tokens:
-            self._check_room(len(ids), params.max_tokens)
+            self._check_room(begun, params.max_tokens)
         params.check_vocab(self.info.vocab_size)
         found = self._grammar(params, grammar, thoughts, free)
         number = next(self._numbers)
         core = self._core_requests(number, ids, params, options, found)
-        check_logprobs(params, [(len(ids), core[0].max_tokens)])
+        check_logprobs(params, [(begun, core[0].max_tokens)])
         return Request(
             request_id or f"req-{number}",
             text,
@@ -209,6 +231,7 @@ class RequestBuilder:
             params,
             core,
             StopSet(params.stop) if params.stop else None,
+            goes_on=not self.info.encoder_tokens,
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
@@ -234,6 +257,8 @@ class RequestBuilder:
     ) -> tuple[str | None, list[int]]:
         """Returns the result of `_tokens` without the ids that `truncate_prompt_tokens` drops."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
+        if self.info.encoder_tokens:
+            limit, keep = self._most_tokens, self._most_tokens if keep < 0 else keep
         check_truncation(keep, limit)
         if keep < 0:
             keep = max(1, limit - (params.max_tokens or 1))
@@ -274,8 +299,13 @@ class RequestBuilder:
                 f" {self.info.vocab_size - 1}",
                 param="prompt",
             )
-        if len(ids) >= self.info.max_model_len:
+        if len(ids) > self._most_tokens:
             raise self._too_long(len(ids), str(len(ids)))
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.info.encoder_tokens or self.info.max_model_len - 1
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         room = self.info.max_model_len - prompt_tokens
@@ -290,11 +320,15 @@ class RequestBuilder:
     def _too_long(self, num_tokens: int, count: str) -> ContextLengthError:
         # Clients look for these words to know that they must shorten a conversation.
         limit = self.info.max_model_len
+        wanted = (
+            f"this model's maximum context length is {limit} tokens, and the answer needs at least"
+            f" one: shorten it to {limit - 1} tokens"
+        )
+        if self.info.encoder_tokens:
+            limit = self._most_tokens
+            wanted = f"the encoder reads {limit}: shorten it"
         return ContextLengthError.of_prompt(
-            f"prompt is too long: it has {count} tokens, but this model's maximum context length is"
-            f" {limit} tokens, and the answer needs at least one: shorten it to {limit - 1} tokens",
-            num_tokens,
-            limit,
+            f"prompt is too long: it has {count} tokens, but {wanted}", num_tokens, limit
         )
 
     def _grammar(
@@ -324,9 +358,11 @@ class RequestBuilder:
     ) -> list[CoreRequest]:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         stop_ids = [] if params.ignore_eos else self._eos_ids
+        images, ids = inputs_of(self.info, ids)
         leader = CoreRequest(
             request_id=f"{self.info.id_prefix}{number}.0",
             prompt=pack_ids(ids),
+            images=images,
             params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),

@@ -87,6 +87,16 @@ def most_scored_tokens(params: SamplingParams) -> int:
     return max(1, MAX_CALL_LOGPROBS // (params.num_choices * (params.logprobs + 1)))
 
 
+def check_encoded(params: SamplingParams) -> None:
+    """Raises InvalidRequestError for what an encoder-decoder has not of its prompts."""
+    if params.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs are those of a decoder, and this model's encoder reads the prompt:"
+            " leave prompt_logprobs, or echo with logprobs, out",
+            param="prompt_logprobs",
+        )
+
+
 def check_logprobs(params: SamplingParams, lengths: Sequence[tuple[int, int]]) -> None:
     """Raises InvalidRequestError where these could bring more than `MAX_CALL_LOGPROBS`.
 

@@ -63,7 +63,7 @@ class ChoiceState:
         self.index = index
         self.text = SequenceText(
             tokenizer,
-            request.request.prompt_ids,
+            request.request.prompt_ids if request.request.goes_on else (),
             params,
             stops=request.request.stops,
             keep_offsets=params.logprobs is not None,

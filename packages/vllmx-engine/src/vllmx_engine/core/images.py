@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import cast
 
@@ -256,6 +257,7 @@ class Images:
         """Bounds on a request's images, whatever else runs."""
         self.crossed = 0 if features is None else features.crossed
         """`FeatureSpec.crossed`."""
+        self._reads_text = features is not None and features.decoder_start is not None
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -281,8 +283,11 @@ class Images:
             sound = sound and len(image.patches) == size * count * encoder.patch_width
             sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
             if sound:
-                places.append(encoder.places(image.grid))
-                sound = image.num_tokens == places[-1].num_tokens(num_features)
+                places.append(self._places(encoder, image))
+                fewest = places[-1].num_tokens(num_features)
+                sound = image.num_tokens == fewest or (
+                    self._reads_text and image.num_tokens > fewest
+                )
             end = image.start + image.num_tokens
             room = self.crossed or len(request.prompt) // 4
             if not sound or end > room or (self.crossed and image.num_tokens != self.crossed):
@@ -293,6 +298,13 @@ class Images:
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
         return SequenceImages(tuple(request.images), tuple(places), turns, self._spans)
+
+    def _places(self, encoder: Encoder, image: ImageInput) -> ImagePlaces:
+        places = encoder.places(image.grid)
+        if not self._reads_text:
+            return places
+        ids = np.frombuffer(image.patches, np.float32).astype(np.int32)
+        return replace(places, table_rows=ids[:, None])
 
     def _check_spans(self, request: CoreRequest) -> None:
         """Checks that a step has room for each image, however many rows decode in it."""
@@ -367,19 +379,24 @@ class Images:
     def _plan(self, passes: list[Pass]) -> StepPlan:
         """The plan of a pass over some images, with rows of the store for their features."""
         assert self._encoder is not None, "images were checked"
-        keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
+        keep = []
+        for one in passes:
+            rows = self._store.take(one.image.digest, one.image.num_tokens)
+            num_features = prod(one.image.grid) // self._encoder.patches_per_token
+            keep.append(rows[: one.places.num_tokens(num_features)])
         last, places = self._encoder.colours_last, [one.places for one in passes]
         patches = [_values(one.image, colours_last=last) for one in passes]
         spare = self.model.info.num_feature_rows
         return tower_plan(self._encoder, patches, places, np.concatenate(keep), spare)
 
     def cross_rows(self, sequence: Sequence) -> tuple[int, int]:
-        """The row of `StepPlan.cross_rows` for a sequence. All inputs have equally many features,
-        so the rows of one follow each other."""
+        """The row of `StepPlan.cross_rows` for a sequence. All inputs take equally many rows of the
+        store, so the rows of one follow each other."""
         assert sequence.images is not None, "inputs were checked"
-        rows = self._store.find(sequence.images.inputs[0].digest)
+        image = sequence.images.inputs[0]
+        rows = self._store.find(image.digest)
         assert rows is not None, "`encode` came first"
-        return int(rows[0]), rows.size
+        return int(rows[0]), prod(image.grid)
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
         """(T,) for `StepPlan.feature_rows`; each chunk's tokens begin at its start in the step."""

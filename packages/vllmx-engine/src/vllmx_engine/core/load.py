@@ -174,7 +174,16 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         )
         features = model.shape.features
         if features is not None and features.crossed:
-            info = msgspec.structs.replace(info, audio_rows=features.crossed)
+            start = features.decoder_start
+            rows = (
+                {"audio_rows": features.crossed}
+                if start is None
+                else {
+                    "encoder_tokens": features.crossed,
+                    "decoder_start": start,
+                }
+            )
+            info = msgspec.structs.replace(info, **rows)
         elif encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
             hears = features is not None and features.is_audio
@@ -258,14 +267,14 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
         in_stages = found.config.pipeline_parallel_size > 1  # which have no passes of towers
         lost_tower = in_stages and found.config.limit_images > 0 and encoder_of(model) is not None
         features = model.shape.features
-        hears = features is not None and features.crossed > 0
-        if hears and in_stages:
+        crosses = features is not None and features.crossed > 0
+        if crosses and in_stages:
             raise ConfigError(
-                "--pipeline-parallel-size has no passes of encoders, which hear what this model"
-                " writes down: use --tensor-parallel-size",
+                "--pipeline-parallel-size has no passes of encoders, which read the input of this"
+                " model: use --tensor-parallel-size",
                 param="pipeline_parallel_size",
             )
-        if (found.config.limit_images == 0 and not hears) or in_stages:
+        if (found.config.limit_images == 0 and not crosses) or in_stages:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)

@@ -11,6 +11,7 @@ from vllmx_core.plan import F32
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.audio.processor import find_audio_processor
+from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.client.request import Request, RequestBuilder, RequestOptions
 from vllmx_engine.speech.transcriber import SpeechTask, Transcriber, Window
 from vllmx_engine.wire.images import ImageRoom
@@ -61,7 +62,7 @@ class ChatTranscriber(Transcriber):
         """See `Transcriber`."""
         yield Window(0.0, samples)
 
-    def heard(self, window: Window) -> list[ImageInput]:
+    def heard(self, window: Window) -> Sliced[list[ImageInput]]:
         """See `Transcriber`."""
         fit = self._processor.fit(window.samples, "file")
         room = self._builder.info.image_room or ImageRoom()

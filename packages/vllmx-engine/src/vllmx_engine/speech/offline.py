@@ -8,6 +8,7 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.plan import F32
 
 from vllmx_engine.audio.decode import AudioLimits, decode
+from vllmx_engine.audio.slices import finished
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request, RequestOptions
 from vllmx_engine.speech.chat_transcriber import transcriber_for
@@ -25,7 +26,7 @@ def transcribe(engine: InlineEngine, audio: bytes | F32, task: SpeechTask) -> Tr
     if isinstance(audio, bytes):
         config = engine.config
         limits = AudioLimits(config.max_audio_bytes, config.max_audio_seconds)
-        samples = decode(audio, rate, limits, "audio")
+        samples = finished(decode(audio, rate, limits, "audio"))
     else:
         samples = np.asarray(audio, np.float32)
         if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
@@ -33,14 +34,15 @@ def transcribe(engine: InlineEngine, audio: bytes | F32, task: SpeechTask) -> Tr
     windows, options = list(transcriber.windows(samples)), RequestOptions()
     language = task.language or "en"
     if task.language is None and transcriber.languages:
-        detection = transcriber.detection(transcriber.heard(windows[0]), options)
+        detection = transcriber.detection(finished(transcriber.heard(windows[0])), options)
         language = transcriber.language_of(answers(engine, [detection])[0])
     found = Transcription("", language, samples.size / rate)
     texts: list[str] = []
     for begin in range(0, len(windows), _TOGETHER):
         some = windows[begin : begin + _TOGETHER]
         requests = [
-            transcriber.request(transcriber.heard(one), task, language, options) for one in some
+            transcriber.request(finished(transcriber.heard(one)), task, language, options)
+            for one in some
         ]
         for window, output in zip(some, answers(engine, requests), strict=True):
             texts.append(transcriber.text_of(output))

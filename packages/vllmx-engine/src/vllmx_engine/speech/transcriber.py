@@ -16,6 +16,7 @@ from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.audio.features import LogMel
+from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.client.request import Request, RequestBuilder, RequestOptions
 from vllmx_engine.text.model_files import read_json_object
 from vllmx_engine.wire.grammars import Grammar, SpeechRules
@@ -122,8 +123,8 @@ class Transcriber:
             begin = end
         yield Window(begin / rate, samples[begin:])
 
-    def heard(self, window: Window) -> list[ImageInput]:
-        """The window as the core takes it. Takes some tens of milliseconds."""
+    def heard(self, window: Window) -> Sliced[list[ImageInput]]:
+        """The window as the core takes it."""
         return self.frames.audio_inputs(window.samples, self._rows, 0)
 
     # --- requests ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ a unix socket, see `vllmx_engine.wire.ipc`). Nothing else crosses, and never a p
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -392,6 +393,10 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
     audio_rows: int = 0
     """Rows of 20 ms that the model hears at a time and writes down; 0: it answers prompts."""
+    encoder_tokens: int = 0
+    """Tokens that the encoder of an encoder-decoder of text reads: its prompts; 0: it is none."""
+    decoder_start: int = 0
+    """The id with which its decoder begins."""
     takes_images: bool = False
     """It has a tower for them."""
     takes_audio: bool = False
@@ -419,3 +424,15 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The adapters that it was started with; None: it takes none."""
     details: dict[str, str] = {}
     """The details of the backend: kernel variant, threads, ..."""
+
+
+def inputs_of(info: CoreInfo, ids: list[int]) -> tuple[list[ImageInput], list[int]]:
+    """The input of the tower and the prompt of the decoder for a prompt: in an encoder-decoder of
+    text the tower reads the prompt, a patch for each id, which is exact in float32. It takes all
+    the room of one, for the whole answer reads it."""
+    if not info.encoder_tokens:
+        return [], ids
+    rows = np.array(ids, np.float32).tobytes()
+    digest = hashlib.blake2b(rows, digest_size=32, person=b"text").digest()
+    image = ImageInput(0, info.encoder_tokens, digest, (1, 1, len(ids)), rows, b"")
+    return [image], [info.decoder_start]

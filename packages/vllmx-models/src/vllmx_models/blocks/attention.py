@@ -98,7 +98,7 @@ class AttentionMixer(Record):
     both_ways: bool = False
     """True if attention is bidirectional: there is no KV cache and a step holds whole texts."""
     position_bias: Alibi | LearnedBias | None = None
-    """The bias of scores by distance; only with `both_ways`."""
+    """The bias of scores by distance; ALiBi only with `both_ways`."""
     gated: bool = False
     """True if the output is multiplied by the sigmoid of a gate. In the query matrix the D rows of
     each head's gate follow the head's D query rows."""
@@ -215,6 +215,7 @@ class AttentionMixer(Record):
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=scope.weight("sinks") if self.sinks else None,
+            bias=self._position_bias(scope),
         )  # (T, H * D)
         if self.value_size is not None:
             x = ops.resize(x, self.head_size, self.value_size)  # (T, H * value_size)

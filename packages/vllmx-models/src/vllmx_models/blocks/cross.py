@@ -24,14 +24,19 @@ class CrossThenMLP(Record):
     mlp: DenseMLP
     norm: Norm
     module: str = "encoder_attn"
+    q: str = "q_proj"
     o: str = "out_proj"
+    bias: bool = True
+    """True if the projections of queries and of the output have one."""
+    scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(D)."""
     cross_norm: str = "encoder_attn_layer_norm"
     mlp_norm: str = "final_layer_norm"
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, width = names.ours, self.num_heads * self.head_size
-        q = (part(names.within(f"{self.module}.q_proj"), width, bias=True),)
-        o = (part(names.within(f"{self.module}.{self.o}"), names.hidden_size, bias=True),)
+        q = (part(names.within(f"{self.module}.{self.q}"), width, self.bias),)
+        o = (part(names.within(f"{self.module}.{self.o}"), names.hidden_size, self.bias),)
         return (
             *self.norm.weights(
                 f"{ours}.cross_norm", names.within(self.cross_norm), names.hidden_size
@@ -44,9 +49,8 @@ class CrossThenMLP(Record):
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops, layer = scope.ops, scope.layer
-        spec = CrossSpec(
-            self.num_heads, self.head_size, self.head_size**-0.5, 2 * layer, 2 * layer + 1
-        )
+        scale = self.head_size**-0.5 if self.scale is None else self.scale
+        spec = CrossSpec(self.num_heads, self.head_size, scale, 2 * layer, 2 * layer + 1)
         heard = self.norm.record(ops, x, scope.weights, f"layers.{layer}.cross_norm")
         heard = ops.cross_attention(ops.linear(heard, scope.weight("cross_q")), spec, scope.step)
         heard = ops.linear(heard, scope.weight("cross_o"))

@@ -43,6 +43,8 @@ class LearnedBias(Record):
     """Half of them for keys before the query. Half of those have one distance each, the others grow
     up to `farthest`."""
     farthest: int = 128
+    causal: bool = False
+    """True if all buckets are for keys before the query, and later ones are not seen."""
 
     def weights(self, name: str, num_heads: int) -> WeightSpec:
         """((2n - 1) * H,) the row of each distance."""
@@ -54,8 +56,10 @@ class LearnedBias(Record):
         return WeightSpec(name, "vector", parts, shape=(self.buckets, num_heads))
 
     def _bucket(self, distance: int) -> int:
-        half = self.buckets // 2
+        half = self.buckets if self.causal else self.buckets // 2
         near, first = half // 2, half if distance > 0 else 0
+        if self.causal and distance > 0:
+            return 0
         if (away := abs(distance)) < near:
             return first + away
         share = math.log(away / near) / math.log(self.farthest / near)

@@ -20,7 +20,7 @@ from vllmx_core.weights.part import WeightPart, dense_part
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.file import GGUFFile, TensorInfo
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)")
+_LAYER = re.compile(r"((?:enc\.|dec\.)?blk\.)(0|[1-9][0-9]{0,4})\.(.+)")
 FUSED = "blk.{}.attn_qkv"
 """The rows of queries, keys and values in one tensor, for architectures that keep them apart."""
 _FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def split_name(name: str) -> tuple[str, str, str]:
     match = _LAYER.fullmatch(stem)
     if match is None:
         return stem, "", dot + suffix
-    return f"blk.{{}}.{match[2]}", match[1], dot + suffix
+    return f"{match[1]}{{}}.{match[3]}", match[2], dot + suffix
 
 
 def _weights(

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -81,8 +80,7 @@ class Speech:
     async def texts(self, kind: OutputKind) -> AsyncGenerator[str, None]:
         """The text in pieces, in order: those of the engine ("delta"), or of windows ("final").
         Some windows are computed ahead. Raises VllmxError."""
-        heard = await self._hear(self._windows[0])
-        language = await self._language(heard)
+        language = await self._language()
         self.found = msgspec.structs.replace(self.found, language=language)
         ahead: list[asyncio.Task[Generation]] = []
         waiting = iter(self._windows)
@@ -111,7 +109,8 @@ class Speech:
         return self._transcriber.text_of(output)
 
     async def _hear(self, window: Window) -> list[ImageInput]:
-        return await asyncio.to_thread(self._transcriber.heard, window)
+        llm, client = self._served.llm, self._options.client
+        return await llm.slices.run(client, self._transcriber.heard(window))
 
     async def _start(self, window: Window, language: str, kind: OutputKind) -> Generation:
         heard = await self._hear(window)
@@ -124,10 +123,11 @@ class Speech:
             streams, self._served.metrics, self._started_s, self._deadline, self.usage
         )
 
-    async def _language(self, heard: list[ImageInput]) -> str:
+    async def _language(self) -> str:
         """The language that was named, or that of the first window."""
         if self._task.language is not None or not self._transcriber.languages:
             return self._task.language or "en"
+        heard = await self._hear(self._windows[0])
         request = self._transcriber.detection(heard, self._options)
         generation = self._generation([self._served.llm.submit_built(request, "final")])
         try:
@@ -162,11 +162,13 @@ async def _answered(request: Request, *, translates: bool) -> Response:
         transcriber = served.llm.transcriber
         task, deadline = transcriber.checked(form.task), deadline_of(request, served.config)
         limits, rate = AudioLimits(most, config.max_audio_seconds), transcriber.frames.rate
-        samples = await asyncio.to_thread(partial(decode, form.data, rate, limits, "file"))
+        options, work = caller_of(request, form), decode(form.data, rate, limits, "file")
+        decoding = served.llm.slices.run(options.client, work)
+        samples = await while_there(request.receive, decoding, deadline)
     windows = list(transcriber.windows(samples))
     release = await served.admit(request, _TOKENS_OF_WINDOW * len(windows))
     try:
-        speech = Speech(served, windows, task, caller_of(request, form), deadline)
+        speech = Speech(served, windows, task, options, deadline)
         release.usage = speech.usage
         if form.stream:
             return StreamingResponse(_events(speech, release), media_type="text/event-stream")
