@@ -353,7 +353,7 @@ def test_a_faulty_drafter_costs_its_drafts_alone(
 
 
 FAULTS = [
-    (commit.Committer, "_verify", "(drawn[:, :-1] == drafts.ids)", "True"),
+    (commit.Committer, "_verify", "(drawn[:, :-1] != drafts.ids)", "False"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths - 2 + num_new"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths + num_new"),
     (sampling_rows, "_own_drafted", "draft[:place]", "draft[: max(0, place - 1)]"),

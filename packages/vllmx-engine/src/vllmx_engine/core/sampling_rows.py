@@ -90,15 +90,14 @@ class LogitOwners(MutableRecord):
 
 
 class RowsBuilder:
-    """Keeps the arrays of the last step of decodes alone: while the same rows decode, nothing but
-    positions changes, and nothing else is gathered again."""
+    """Keeps the arrays of the last step of decodes alone: while the same rows decode, with as many
+    draft tokens, nothing but positions changes, and nothing else is gathered again."""
 
     def __init__(self, table: RowTable, limits: Limits) -> None:
         self._table = table
         self._limits = limits
-        self._ascending = np.arange(limits.max_rows, dtype=np.int32)
         self._grammars = GrammarMasks()
-        self._kept: tuple[int, AnyArray, LogitOwners, SamplingRows] | None = None
+        self._kept: tuple[int, AnyArray, I32, LogitOwners, SamplingRows] | None = None
 
     def build(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
@@ -155,30 +154,35 @@ class RowsBuilder:
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        if batch.chunks or batch.drafts is not None:
-            owners = self._mixed_owners(batch, rows)
+        if batch.chunks:
+            owners = self._mixed_owners(batch)
             return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
+        position = plan.positions + np.int32(1)
+        drafts, starts = batch.drafts, plan.query_start
         if self._kept is not None:
-            version, kept, owners, sampling = self._kept
-            same = version == self._table.version and kept.size == rows.size
-            if same and bool((kept == rows).all()):
-                sampling.position = plan.context_len
+            version, kept, kept_starts, owners, sampling = self._kept
+            same = version == self._table.version and kept_starts.size == starts.size
+            if same and bool((kept == rows).all() and (kept_starts == starts).all()):
+                sampling.position = position
+                if drafts is not None:
+                    owners = LogitOwners(rows, owners.logits, owners.sequences, drafts=drafts)
                 return owners, sampling
-        owners = self._owners(rows, self._ascending[: rows.size])
-        sampling = self._gather(owners, plan.context_len)
-        self._kept = self._table.version, rows, owners, sampling
+        owners = self._mixed_owners(batch)
+        sampling = self._gather(owners, position)
+        if drafts is None or self._table.is_plain[rows].all():
+            self._kept = self._table.version, rows, starts.copy(), owners, sampling
         return owners, sampling
 
     def _owners(self, rows: AnyArray, logits: I32, drafts: Drafts | None = None) -> LogitOwners:
         """The owners of sampling rows: row `rows[i]` of the table draws from logit row
         `logits[i]`, and from one more behind it for each token of its draft."""
-        found = [self._table.owner[row] for row in rows.tolist()]
-        sequences = [sequence for sequence in found if sequence is not None]
-        owners = LogitOwners(rows, logits, sequences, drafts=drafts)
+        owners = LogitOwners(rows, logits, self._table.owners(rows), drafts=drafts)
+        others = np.flatnonzero(~self._table.is_plain[rows]).tolist()
         numbers: dict[int, int] = {}
-        if drafts is not None:
+        if drafts is not None and others:
             numbers = {index: number for number, index in enumerate(drafts.index.tolist())}
-        for index, sequence in enumerate(sequences):
+        for index in others:
+            sequence = owners.sequences[index]
             rules = sequence.rules
             if rules is None and sequence.grammar is None:
                 continue
@@ -198,11 +202,12 @@ class RowsBuilder:
                 owners.counted.append((logit, counts))
         return owners
 
-    def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:
-        ends = np.cumsum(batch.decode_lengths)
-        first = ends - batch.decode_lengths
+    def _mixed_owners(self, batch: Batch) -> LogitOwners:
+        counts = batch.decode_lengths
+        ends = np.cumsum(counts)
         next_logit = int(ends[-1]) if ends.size else 0
-        sampling, logits = batch.decodes.tolist(), first.tolist()
+        sampling: list[int] = []
+        logits: list[int] = []
         scored: list[Scored] = []
         for chunk in batch.chunks:
             count = chunk.num_logits - chunk.samples
@@ -213,9 +218,9 @@ class RowsBuilder:
             if chunk.samples:
                 sampling.append(chunk.sequence.row)
                 logits.append(next_logit - 1)
-        owners = self._owners(
-            np.array(sampling, np.int64), np.array(logits, np.int32), batch.drafts
-        )
+        rows = np.concatenate([batch.decodes, np.array(sampling, np.int64)])
+        first = np.concatenate([ends - counts, np.array(logits, np.int64)]).astype(np.int32)
+        owners = self._owners(rows, first, batch.drafts)
         owners.scored = scored
         return owners
 
