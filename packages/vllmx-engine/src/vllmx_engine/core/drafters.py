@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
-from vllmx_core.records import MutableRecord
+from vllmx_core.records import MutableRecord, Record
 
 from vllmx_engine.core.sequence import Sequence
 
@@ -24,7 +24,7 @@ _GAP = np.array([-1], np.int32)
 """Separates texts: no match reaches across it, and no draft."""
 
 
-class Guess(NamedTuple):
+class Guess(Record):
     """Tokens that may come next."""
 
     ids: list[int]
