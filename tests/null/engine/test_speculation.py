@@ -411,11 +411,11 @@ place, noise of another position, parameters of another row, tokens in the wrong
 PLAIN_FAULTS: list[tuple[object, str, str, str]] = [
     (commit.Committer, "_verify", "~table.stops(rows, drawn)", "True"),
     (commit.Committer, "_verify", "<= -table.feed_end", "<= 1 - table.feed_end"),
-    (commit.Committer, "_verify", "table.is_plain[rows] &", ""),
+    (commit.Committer, "_verify", "table.is_simple[rows] &", ""),
     (rows.RowTable, "stops", ".any((0, 1))", ".all(0).any(0)"),
     (rows.RowTable, "stops", "hits.any((0, 1))", "hits[0].any(0)"),
     (sampling_rows.RowsBuilder, "_gathered", "and (kept_starts == starts).all()", ""),
-    (sampling_rows.RowsBuilder, "_gathered", "self._table.is_plain[rows].all()", "True"),
+    (sampling_rows.RowsBuilder, "_gathered", "self._table.is_simple[rows].all()", "True"),
 ]
 """Stop ids that are missed, a length that is, log-probabilities that are left out, parameters of a
 step with drafts of other lengths, or of other kinds of rows."""

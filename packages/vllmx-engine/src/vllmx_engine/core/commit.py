@@ -175,8 +175,8 @@ class Committer:
         num_kept = is_wrong.argmax(1)
         has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
         num_new = num_kept + has_token
-        # Nearly all drafts are of plain rows and end nothing: ids to append and a record to send.
-        is_plain = table.is_plain[rows] & (table.epoch[rows] == step.epochs[drafts.index])
+        # Nearly all drafts are of simple rows and end nothing: ids to append and a record to send.
+        is_plain = table.is_simple[rows] & (table.epoch[rows] == step.epochs[drafts.index])
         is_plain &= (num_new > 0) & (drafts.lengths + num_new <= -table.feed_end[rows])
         is_plain &= ~table.stops(rows, drawn)
         new = drawn.tolist()
@@ -193,8 +193,12 @@ class Committer:
             try:
                 if not ids:
                     raise _no_token(step, sequence)
-                reasons[number] = sequence.accept_all(ids)
+                reason = sequence.accept_all(ids)
                 num_new[number] = len(ids)
+                if reason is None and sequence.is_plain:
+                    is_plain[number] = True
+                else:
+                    reasons[number] = reason
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
         is_taken = is_plain.copy()

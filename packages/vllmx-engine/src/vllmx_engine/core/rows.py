@@ -84,11 +84,11 @@ class RowTable:
         self.waits = np.zeros(num_rows, np.bool_)
         """True if the row's next token depends on the tokens before it: the host must know the last
         one before it sends the row's parameters, but not before its forward pass begins."""
-        self.is_plain = np.zeros(num_rows, np.bool_)
+        self.is_simple = np.zeros(num_rows, np.bool_)
         """What a row samples needs neither a look at its rules or grammar, nor log-probabilities;
         it has few stop ids."""
         self.stop_ids = np.full((_MAX_STOPS, num_rows), -1, np.int32)
-        """Those of plain rows; -1: fewer."""
+        """Those of simple rows; -1: fewer."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.turn = np.zeros(num_rows, np.int32)
@@ -138,7 +138,7 @@ class RowTable:
         return [owner[row] for row in rows.tolist()]
 
     def stops(self, rows: AnyArray, ids: I32) -> AnyArray:
-        """(R,) True for plain rows with a stop id among their `ids` (R, any)."""
+        """(R,) True for simple rows with a stop id among their `ids` (R, any)."""
         hits = self.stop_ids[:, None, rows] == ids.T  # (stop ids, any, R)
         found: AnyArray = hits.any((0, 1))
         return found
@@ -199,9 +199,9 @@ class RowTable:
         at, values = row * _SAMPLING.itemsize, _floats(params)
         _write_sampling(self._sampling, at, *values, params.top_k, num_logprobs, request.seed)
         stops, is_ruled = list(sequence.stop_ids), sequence.rules or request.grammar
-        is_plain = not is_ruled and params.logprobs is None and len(stops) <= _MAX_STOPS
-        self.is_plain[row] = is_plain
-        if is_plain:
+        is_simple = not is_ruled and params.logprobs is None and len(stops) <= _MAX_STOPS
+        self.is_simple[row] = is_simple
+        if is_simple:
             self.stop_ids[:, row] = stops + [-1] * (_MAX_STOPS - len(stops))
 
     def release(self, sequence: Sequence) -> I32:

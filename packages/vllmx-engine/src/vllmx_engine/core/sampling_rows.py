@@ -25,7 +25,7 @@ from vllmx_core.records import MutableRecord, field
 from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks, fill_drafted
 from vllmx_engine.core.limits import Limits
-from vllmx_engine.core.logit_rules import Counts, LogitRules
+from vllmx_engine.core.logit_rules import LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.speech_rules import SpeechRow
@@ -66,7 +66,7 @@ class LogitOwners(MutableRecord):
     """The draft tokens of the first ones of these rows, see `Drafts.index`."""
     edited: list[tuple[int, Sequence, LogitRules, list[int]]] = field(default_factory=list)
     masked: list[tuple[int, U32]] = field(default_factory=list)
-    counted: list[tuple[int, Counts]] = field(default_factory=list)
+    counted: list[tuple[int, array[int], array[int]]] = field(default_factory=list)
     """Logit rows with edits (and the draft tokens before them), masks and penalties, ascending."""
     constrained: list[Constrained] = field(default_factory=list)
     """Logit rows with grammars; their masks follow those of `masked`."""
@@ -169,7 +169,7 @@ class RowsBuilder:
                 return owners, sampling
         owners = self._mixed_owners(batch)
         sampling = self._gather(owners, position)
-        if drafts is None or self._table.is_plain[rows].all():
+        if drafts is None or self._table.is_simple[rows].all():
             self._kept = self._table.version, rows, starts.copy(), owners, sampling
         return owners, sampling
 
@@ -177,7 +177,7 @@ class RowsBuilder:
         """The owners of sampling rows: row `rows[i]` of the table draws from logit row
         `logits[i]`, and from one more behind it for each token of its draft."""
         owners = LogitOwners(rows, logits, self._table.owners(rows), drafts=drafts)
-        others = np.flatnonzero(~self._table.is_plain[rows]).tolist()
+        others = np.flatnonzero(~self._table.is_simple[rows]).tolist()
         numbers: dict[int, int] = {}
         if drafts is not None and others:
             numbers = {index: number for number, index in enumerate(drafts.index.tolist())}
@@ -199,7 +199,7 @@ class RowsBuilder:
             if rules.mask is not None and sequence.grammar is None:
                 owners.masked.append((logit, rules.mask))
             if (counts := rules.counts) is not None:
-                owners.counted.append((logit, counts))
+                owners.counted.append((logit, counts.ids, counts.output_counts))
         return owners
 
     def _mixed_owners(self, batch: Batch) -> LogitOwners:
@@ -304,9 +304,8 @@ def _own_drafted(
         if rules.mask is not None and sequence.grammar is None:
             owners.masked.append((first + place, rules.mask))
         if counts is not None:
-            owners.counted.append((first + place, counts))
+            owners.counted.append((first + place, counts.ids[:], counts.output_counts[:]))
             if place < len(draft):
-                counts = counts.copy()
                 counts.add(draft[place])
 
 
@@ -332,11 +331,11 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
     return LogitEdits(start, _flat(ids, np.int32), _flat(values, np.float32))
 
 
-def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
+def _counts(counted: list[tuple[int, array[int], array[int]]], plan: StepPlan) -> TokenCounts:
     """Returns the counts of tokens that rows have seen, which grow from step to step."""
-    logits = [logit for logit, _ in counted]
-    ids = [counts.ids for _, counts in counted]
-    values = _flat([counts.output_counts for _, counts in counted], np.int32)
+    logits = [logit for logit, _, _ in counted]
+    ids = [ids_of_row for _, ids_of_row, _ in counted]
+    values = _flat([counts for _, _, counts in counted], np.int32)
     start = _starts(logits, ids, plan.num_logit_rows)
     return TokenCounts(start, _flat(ids, np.int32), values, plan.tokens[plan.logit_rows] < 0)
 

@@ -205,7 +205,7 @@ class Speculator:
             if self._model.has_failed:
                 self.use(Drafting(None, self._num_tokens))
         table, rows = self._table, drafts.rows
-        is_plain = table.is_plain[rows] & ~table.stops(rows, drafts.ids)
+        is_plain = table.is_simple[rows] & ~table.stops(rows, drafts.ids)
         for number in np.flatnonzero(~is_plain).tolist():
             sequence, ids = drafts.sequences[number], drafts.ids_of(number)
             if sequence.grammar is None and sequence.stop_ids.isdisjoint(ids):
