@@ -390,7 +390,7 @@ def test_a_faulty_drafter_costs_its_drafts_alone(
 
 
 FAULTS = [
-    (commit.Committer, "_verify", "(drawn[:, :-1] != drafts.ids)", "False"),
+    (commit, "_drawn", "(drawn[:, :-1] != drafts.ids)", "False"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths - 2 + num_new"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths + num_new"),
     (sampling_rows, "_own_drafted", "draft[:place]", "draft[: max(0, place - 1)]"),
@@ -414,7 +414,7 @@ PLAIN_FAULTS: list[tuple[object, str, str, str]] = [
     (commit.Committer, "_verify", "table.is_simple[rows] &", ""),
     (rows.RowTable, "stops", ".any((0, 1))", ".all(0).any(0)"),
     (rows.RowTable, "stops", "hits.any((0, 1))", "hits[0].any(0)"),
-    (sampling_rows.RowsBuilder, "_gathered", "and (kept_starts == starts).all()", ""),
+    (sampling_rows.RowsBuilder, "_gathered", "(kept_starts == starts).all()", "True"),
     (sampling_rows.RowsBuilder, "_gathered", "self._table.is_simple[rows].all()", "True"),
 ]
 """Stop ids that are missed, a length that is, log-probabilities that are left out, parameters of a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from itertools import compress
 
 import numpy as np
@@ -164,17 +165,10 @@ class Committer:
         return pieces + self._told(sequence, [token], reason, logprobs, number, is_first=is_first)
 
     def _verify(self, step: Step, drafts: Drafts, details: StepLogprobs) -> list[CoreOutput]:
-        """Takes in the tokens that were drawn behind the last known one of each row and behind each
-        token of its draft, up to the first that the draft did not have."""
+        """Takes in the tokens that a step with drafts brought."""
         table, rows = self._table, drafts.rows
         first = step.owners.logits[drafts.index]  # (D,)
-        at = first[:, None] + np.arange(drafts.ids.shape[1] + 1)
-        drawn = details.ids[np.minimum(at, details.ids.size - 1)]  # (D, K + 1)
-        is_wrong = np.ones(drawn.shape, np.bool_)
-        is_wrong[:, :-1] = (drawn[:, :-1] != drafts.ids) | ~drafts.is_draft
-        num_kept = is_wrong.argmax(1)
-        has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
-        num_new = num_kept + has_token
+        drawn, num_new = _drawn(drafts, first, details.ids)
         # Nearly all drafts are of simple rows and end nothing: ids to append and a record to send.
         is_plain = table.is_simple[rows] & (table.epoch[rows] == step.epochs[drafts.index])
         is_plain &= (num_new > 0) & (drafts.lengths + num_new <= -table.feed_end[rows])
@@ -206,17 +200,7 @@ class Committer:
         self._resume(step, drafts, is_taken, drawn[np.arange(first.size), num_new - 1], num_new)
         num_missed = drafts.counts - num_new + 1
         plain = zip(drafts.sequences, new, (num_new - 1).tolist(), num_missed.tolist(), strict=True)
-        for sequence, ids, kept, missed in compress(plain, is_plain):
-            if not sequence.request.at_end:
-                output = CoreOutput(
-                    request_id=sequence.request_id, ids=ids, num_accepted=kept, num_rejected=missed
-                )
-                outputs.append(output)
-                continue
-            sequence.num_accepted += kept
-            sequence.num_rejected += missed
-            if not sequence.hold(len(ids)):
-                outputs.append(self._output(sequence, sequence.untold(len(ids)), None))
+        outputs += self._tell_plain(compress(plain, is_plain))
         self.generation_tokens += int(num_new[is_plain].sum())
         for number, reason in reasons.items():
             sequence, ids = drafts.sequences[number], new[number]
@@ -227,6 +211,23 @@ class Committer:
                 outputs += self._told(sequence, ids, reason, logprobs, step.number)
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
+        return outputs
+
+    def _tell_plain(self, rows: Iterable[tuple[Sequence, list[int], int, int]]) -> list[CoreOutput]:
+        """Reports new ids, and how many draft tokens were kept and missed, of rows without anything
+        else to tell."""
+        outputs: list[CoreOutput] = []
+        for sequence, ids, kept, missed in rows:
+            if not sequence.request.at_end:
+                output = CoreOutput(
+                    request_id=sequence.request_id, ids=ids, num_accepted=kept, num_rejected=missed
+                )
+                outputs.append(output)
+                continue
+            sequence.num_accepted += kept
+            sequence.num_rejected += missed
+            if not sequence.hold(len(ids)):
+                outputs.append(self._output(sequence, sequence.untold(len(ids)), None))
         return outputs
 
     def _resume(
@@ -360,6 +361,19 @@ class Committer:
             return _pieces(sequence, entries)
         except Exception as error:  # one request's fault must not stop the others
             return [self.fail(sequence, error)]
+
+
+def _drawn(drafts: Drafts, first: I32, ids: I32) -> tuple[I32, AnyArray]:
+    """The ids (D, K + 1) that were drawn behind the last known token of each row and behind each
+    token of its draft, from its logit row `first` (D,) on; and how many of them are new (D,): those
+    up to the first that the draft did not have."""
+    at = first[:, None] + np.arange(drafts.ids.shape[1] + 1)
+    drawn: I32 = ids[np.minimum(at, ids.size - 1)]
+    is_wrong = np.ones(drawn.shape, np.bool_)
+    is_wrong[:, :-1] = (drawn[:, :-1] != drafts.ids) | ~drafts.is_draft
+    num_kept = is_wrong.argmax(1)
+    has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
+    return drawn, num_kept + has_token
 
 
 def _logprobs(

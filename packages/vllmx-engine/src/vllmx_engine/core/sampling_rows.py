@@ -33,6 +33,7 @@ from vllmx_engine.core.step_work import Batch
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
+_NO_STARTS: I32 = np.zeros(0, np.int32)
 NOTHING_SAMPLED = SamplingRows.greedy(0)
 """The result of sampling of a step whose model gives vectors or scores."""
 
@@ -157,12 +158,14 @@ class RowsBuilder:
         if batch.chunks:
             owners = self._mixed_owners(batch)
             return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
-        position = plan.positions + np.int32(1)
-        drafts, starts = batch.drafts, plan.query_start
+        position, starts, drafts = plan.context_len, _NO_STARTS, batch.drafts
+        if drafts is not None:
+            position, starts = plan.positions + np.int32(1), plan.query_start
         if self._kept is not None:
             version, kept, kept_starts, owners, sampling = self._kept
             same = version == self._table.version and kept_starts.size == starts.size
-            if same and bool((kept == rows).all() and (kept_starts == starts).all()):
+            same = same and kept.size == rows.size and bool((kept == rows).all())
+            if same and (drafts is None or (kept_starts == starts).all()):
                 sampling.position = position
                 if drafts is not None:
                     owners = LogitOwners(rows, owners.logits, owners.sequences, drafts=drafts)
