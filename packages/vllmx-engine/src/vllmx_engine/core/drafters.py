@@ -24,7 +24,7 @@ _GAP = np.array([-1], np.int32)
 """Separates texts: no match reaches across it, and no draft."""
 
 
-class Guess(Record):
+class Guess(Record, gc=False):
     """Tokens that may come next."""
 
     ids: list[int]

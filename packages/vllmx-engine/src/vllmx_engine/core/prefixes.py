@@ -286,7 +286,7 @@ class Prefixes:
             if holders is None:  # the digest stands for other content
                 table.skip_caching(row)
                 return
-            if holders != blocks:
+            if list(holders) != blocks:
                 self._change_over(row, index, blocks, holders)
             parent = digest
         table.num_cached[row] = end
