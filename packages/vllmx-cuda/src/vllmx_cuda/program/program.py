@@ -85,7 +85,7 @@ class Program:
     ranks: DeviceRanks | None = None
     """The other ranks of a model on several devices."""
     _buckets: dict[tuple[int, bool], PlacedStep] = field(default_factory=dict)
-    """By their tokens; True: with drafts."""
+    """The captured steps by their tokens, and whether they verify drafts."""
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
         """Enqueues a whole step."""

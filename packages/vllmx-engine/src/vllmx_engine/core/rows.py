@@ -85,10 +85,9 @@ class RowTable:
         """True if the row's next token depends on the tokens before it: the host must know the last
         one before it sends the row's parameters, but not before its forward pass begins."""
         self.is_simple = np.zeros(num_rows, np.bool_)
-        """What a row samples needs neither a look at its rules or grammar, nor log-probabilities;
-        it has few stop ids."""
+        """True for rows without rules, a grammar or log-probabilities, and with few stop ids."""
         self.stop_ids = np.full((_MAX_STOPS, num_rows), -1, np.int32)
-        """Those of simple rows; -1: fewer."""
+        """The stop ids of simple rows; -1: a row has fewer."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.turn = np.zeros(num_rows, np.int32)

@@ -34,7 +34,7 @@ logger = logging.getLogger("vllmx.draft")
 _WEIGHT = 0.2
 """The weight of the newest step in a row's averages."""
 _WEIGHTS = 1 - (1 - _WEIGHT) ** np.arange(MAX_DRAFT + 1)
-"""That of so many draft tokens in the average of each."""
+"""The weight of so many draft tokens in the average share of right ones."""
 _FIRST_CHANCE = 0.5
 """The chance of a draft token before any was verified."""
 _LEAST_GAIN = 0.05
@@ -233,7 +233,7 @@ class Speculator:
 
     def _guesses(self, sequences: list[Sequence], most: list[int]) -> _Guesses:
         """The guesses of the drafter, at most so many tokens each: none where it raises, or guesses
-        what is no token."""
+        anything but tokens."""
         guesses = []
         for sequence, count in zip(sequences, most, strict=True):
             try:
