@@ -1,19 +1,22 @@
-"""Captured decode steps of layers that decide on the device which experts a token goes to, and what
+"""Captured steps of layers that decide on the device which experts a token goes to, and what
 a sequence keeps. A replay has the launches of the first step and values of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.plan import StepResult
 from vllmx_cuda.backend import CudaBackend
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator
-from vllmx_testing.plans import Driver
+from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 
 from . import test_expert_architectures, test_recurrent_architectures
-from .cuda_models import _can_emulate
+from .cuda_models import QWEN3, _can_emulate
 from .test_sharding import CONFIGS, of
 
 __all__ = ["_can_emulate"]  # a fixture
@@ -48,3 +51,70 @@ def test_replays_compute_what_launches_do(layers: str) -> None:
         loaded.close()
     assert found[0] == found[1]
     assert graphs >= 2 * 3, "a pass and its ids, once the first step of the size has run"
+
+
+DRAFTED: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": (LAYERS["experts"], "f32"),
+    "states and experts": (LAYERS["states and experts"], "f32"),
+    "latents": (LAYERS["latents"], "f32"),
+    "tiles": (QWEN3, "bf16"),
+}
+LENGTHS = [(3, 3, 2), (1, 4, 3), (6, 1, 1), (2, 2, 2), (12, 1, 1)]
+"""Tokens of rows in steps that verify drafts: those of one bucket, and some without any."""
+
+
+def verified(loaded: LoadedModel, keeps: bool) -> list[StepResult]:
+    """Verifies drafts, all tokens but the last of which are kept."""
+    random = np.random.default_rng(3)
+    free = iter(range(200))
+    starts, states = [len(prompt) for prompt in PROMPTS], [next(free) for _ in PROMPTS]
+    blocks = [[2 * row, 2 * row + 1] for row in range(len(PROMPTS))]
+    found = []
+    for lengths in (None, *LENGTHS):
+        rows = []
+        for row, prompt in enumerate(PROMPTS):
+            if lengths is None:
+                rows.append(Row(prompt, 0, blocks[row], state=states[row] if keeps else None))
+                continue
+            tokens = random.integers(0, 50, lengths[row]).tolist()
+            start, state, after = starts[row], (states[row], states[row]), []
+            if keeps and len(tokens) > 1:
+                after = [next(free) for _ in tokens[1:]]
+                state = states[row], next(free)
+            drafted = Row(tokens, start, blocks[row], "all", state if keeps else None, after)
+            rows.append(drafted)
+            starts[row] += max(1, len(tokens) - 1)
+            states[row] = after[-1] if after else states[row]
+        plan = make_plan(rows, 16)
+        count = plan.num_logit_rows
+        columns = {"temperature": 0.8, "seed": np.arange(count), "num_logprobs": 0}
+        found.append(loaded.step(plan, sampling_rows(count, **columns)).result())
+    return found
+
+
+@pytest.mark.parametrize(("config", "dtype"), DRAFTED.values(), ids=DRAFTED)
+def test_replays_verify_drafts_as_launches_do(config: dict[str, Any], dtype: str) -> None:
+    model, source = of(config)
+    found: list[list[StepResult]] = []
+    for is_captured in (False, True):
+        device = EmulatedDevice(emulator=EMULATOR, deferred=True)
+        backend = CudaBackend(lambda on=device: on, capture_s=0)
+        limits = LIMITS | {"dtype": dtype, "max_num_batched_tokens": 24, "num_state_slots": 100}
+        loaded = backend.load(model, source, LoadOptions(**limits))
+        program = loaded._program
+        assert program is not None
+        assert bool(program.recorded.work.tiles) == (dtype == "bf16")
+        assert program.recorded.draft_buckets == (2, 8, 24)
+        if not is_captured:
+            program.recorded = replace(program.recorded, draft_buckets=())
+        found.append(verified(loaded, keeps=bool(model.shape.states)))
+        assert len(program.graphs) == (4 if is_captured else 0), "of 8 tokens and of 24"
+        loaded.close()
+    near, share = (2e-4, 0.99) if dtype == "f32" else (0.02, 0.8)
+    for launched, replayed in zip(*found, strict=True):
+        assert launched.logprobs is not None
+        assert replayed.logprobs is not None
+        same = launched.ids == replayed.ids
+        assert same.mean() > share
+        chosen = replayed.logprobs.chosen[same]
+        np.testing.assert_allclose(chosen, launched.logprobs.chosen[same], rtol=near, atol=near)

@@ -129,7 +129,8 @@ class EmulatedBackend(CudaBackend):
 
 
 def test_two_stages_of_two_ranks() -> None:
-    """They meet and hand on through shared memory, as processes do before NCCL knows them."""
+    """They meet and hand on through shared memory, as processes do before NCCL knows them. Without
+    stages a step like one with drafts is padded, and its products add up in another order."""
     found = on_ranks(EmulatedBackend, CONFIGS["tied"], 2, 2)
-    check(found, on_ranks(EmulatedBackend, CONFIGS["tied"], 1, 2))
+    check(found, on_ranks(EmulatedBackend, CONFIGS["tied"], 1, 2), 2e-6)
     check(found, alone(EmulatedBackend, CONFIGS["tied"]), 2e-5)

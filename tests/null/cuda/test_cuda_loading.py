@@ -158,10 +158,10 @@ def test_kv_blocks_are_what_the_memory_leaves(device: EmulatedDevice) -> None:
     model, source = decoder()
     plan = load_sizes(model, source, options(), "f32", "f32", device)
     assert plan.kv.num_blocks == 8 * 4, "4 sequences at full length"
-    fraction = {"max_num_seqs": 1 << 10, "memory_fraction": 0.5, "max_model_len": 4096}
+    fraction = {"max_num_seqs": 1 << 10, "memory_fraction": 0.7, "max_model_len": 4096}
     plan = load_sizes(model, source, options(**fraction), "f32", "f32", device)
     used = plan.weights.num_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
-    assert used < 0.5 * device.info.memory_bytes
+    assert used < 0.7 * device.info.memory_bytes
     assert plan.kv.num_blocks < (1 << 10) * 256
 
 
@@ -187,7 +187,7 @@ def test_refusals_name_value_limit_and_remedy() -> None:
     with pytest.raises(CapacityError, match=r"weights take .* as f32.*free on emulated GPU"):
         load(memory_bytes=1000)
     with pytest.raises(CapacityError, match=r"max_model_len 128.*--memory-fraction"):
-        load(memory_bytes=10_400_000, memory_fraction=0.01)
+        load(memory_bytes=20_900_000, memory_fraction=0.01)
     with pytest.raises(ConfigError, match=r"block_size 24.*power of two"):
         load(block_size=24)
     with pytest.raises(ConfigError, match=r"dtype 'f8': choose bf16, f16, f32"):

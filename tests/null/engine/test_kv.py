@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ def file_chain(cache: PrefixCache, blocks: list[int], parts: list[bytes]) -> lis
     parent, digests = cache.root(""), []
     for block, part in zip(blocks, parts, strict=True):
         digest = cache.digest(parent, part)
-        assert cache.insert([block], digest, parent, part) == [block]
+        assert cache.insert([block], digest, parent, part) == array("i", [block])
         digests.append(digest)
         parent = digest
     return digests
@@ -100,11 +101,11 @@ def test_find_compares_tokens_and_parents() -> None:
     root = cache.root("")
     digest = cache.digest(root, tokens(1, 2))
     cache.insert([0], digest, root, tokens(1, 2))
-    assert cache.find(digest, root, tokens(1, 2)) == [0]
+    assert cache.find(digest, root, tokens(1, 2)) == array("i", [0])
     assert cache.find(digest, root, tokens(1, 3)) is None
     assert cache.find(digest, cache.root("salt"), tokens(1, 2)) is None
     assert cache.insert([1], digest, root, tokens(1, 3)) is None
-    assert cache.insert([1], digest, root, tokens(1, 2)) == [0]
+    assert cache.insert([1], digest, root, tokens(1, 2)) == array("i", [0])
     assert 1 not in cache
 
 
@@ -145,10 +146,10 @@ def test_each_group_comes_and_goes_alone() -> None:
     cache = PrefixCache(windows=(None, 8))
     root, part = cache.root(""), tokens(1)
     digest = cache.digest(root, part)
-    assert cache.insert([0, 1], digest, root, part) == [0, 1]
+    assert cache.insert([0, 1], digest, root, part) == array("i", [0, 1])
     cache.remove(0)
-    assert cache.find(digest, root, part) == [-1, 1]
-    assert cache.insert([2, 3], digest, root, part) == [2, 1]
+    assert cache.find(digest, root, part) == array("i", [-1, 1])
+    assert cache.insert([2, 3], digest, root, part) == array("i", [2, 1])
     assert 3 not in cache
     cache.remove(2)
     cache.remove(1)
@@ -168,11 +169,11 @@ def test_what_is_known_is_what_would_be_found() -> None:
     assert cache.known(root, content) == (digest, cache.find(digest, root, content))
     assert cache.known(digest, content) is None
     cache.remove(3)
-    assert cache.known(root, content) == (digest, [-1, 4])
+    assert cache.known(root, content) == (digest, array("i", [-1, 4]))
     cache.remove(4)
     assert cache.known(root, content) is None
     cache.insert([1, 2], digest, root, content)
-    assert cache.known(root, content) == (digest, [1, 2])
+    assert cache.known(root, content) == (digest, array("i", [1, 2]))
 
 
 def test_a_block_that_two_rows_give_back_is_free_once() -> None:

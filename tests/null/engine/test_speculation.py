@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from vllmx_core.model import DraftSpec
 from vllmx_core.plan import SamplingRows, StepPlan
-from vllmx_engine.core import batch, commit, grammar_rows, row_states, sampling_rows
+from vllmx_engine.core import batch, commit, grammar_rows, row_states, rows, sampling_rows
 from vllmx_engine.core.drafters import Guess, match_ends
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.speculation import Drafting
@@ -24,7 +24,7 @@ from vllmx_engine.wire.messages import pack_ids
 from vllmx_testing.fake import FakeRules, FakeStep
 
 from .grammar_driver import TOKENS, Driver, regex
-from .harness import QUIET, RULES, VOCAB_SIZE, Harness, prompts
+from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
 
 
 def run_mixed(count: int, *, overlap: bool, slots: int | None = None) -> Harness:
@@ -54,6 +54,43 @@ def run_mixed(count: int, *, overlap: bool, slots: int | None = None) -> Harness
     harness.check_outputs()
     harness.check_idle()
     return harness
+
+
+def run_plain(count: int | None, *, stages: int = 1) -> Harness:
+    """Runs requests that are verified as arrays, then some of them beside others with many stop
+    ids, bad words, log-probabilities or answers that come at the end, and aborts a few."""
+    harness = Harness(
+        {"max_tokens": 64, "max_logit_rows": 64, "num_stages": stages}, {}, RULES, (0.2, count)
+    )
+    bad_words = [[first, behind] for first in range(48) for behind in range(first % 2, 48, 2)]
+    for index, prompt in enumerate(prompts(32, seed=7)):
+        params, fields = {"temperature": index % 2}, dict[str, Any]()
+        stop_ids = [EOS, *range(20, 20 + index // 16)]
+        if index in (8, 16):
+            harness.run()
+        if index >= 8:
+            params |= {} if index % 3 else {"logprobs": 1}
+            fields = {} if index % 4 < 2 else {"bad_words_ids": bad_words}
+            stop_ids += range(30, 34) if index % 5 == 0 else []
+        fields |= {"stop_ids": stop_ids, "at_end": index % 4 == 1}
+        harness.add(prompt, 40 - index, params=params, **fields)
+    for name in ("r17", "r22", "r28"):
+        for _ in range(5):
+            harness.step()
+        harness.abort(name)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    return harness
+
+
+@pytest.mark.parametrize("count", [None, 1, 3, 4, 16])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_answers_of_plain_rows_do_not_depend_on_drafts(count: int | None, stages: int) -> None:
+    harness = run_plain(count, stages=stages)
+    assert harness.core.stats().num_accepted_tokens
+    reasons = {output.finish_reason for output in harness.last.values()}
+    assert reasons == {"stop", "length"}
 
 
 @pytest.mark.parametrize("count", range(1, 17))
@@ -353,7 +390,7 @@ def test_a_faulty_drafter_costs_its_drafts_alone(
 
 
 FAULTS = [
-    (commit.Committer, "_verify", "(drawn[:, :-1] == drafts.ids)", "True"),
+    (commit, "_drawn", "(drawn[:, :-1] != drafts.ids)", "False"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths - 2 + num_new"),
     (commit.Committer, "_resume", "lengths - 1 + num_new", "lengths + num_new"),
     (sampling_rows, "_own_drafted", "draft[:place]", "draft[: max(0, place - 1)]"),
@@ -371,6 +408,17 @@ FAULTS = [
 place, noise of another position, parameters of another row, tokens in the wrong order."""
 
 
+PLAIN_FAULTS: list[tuple[object, str, str, str]] = [
+    (commit.Committer, "_verify", "~table.stops(rows, drawn)", "True"),
+    (commit.Committer, "_verify", "<= -table.feed_end", "<= 1 - table.feed_end"),
+    (commit.Committer, "_verify", "table.is_simple[rows] &", ""),
+    (rows.RowTable, "stops", ".any((0, 1))", ".all(0).any(0)"),
+    (rows.RowTable, "stops", "hits.any((0, 1))", "hits[0].any(0)"),
+    (sampling_rows.RowsBuilder, "_gathered", "(kept_starts == starts).all()", "True"),
+    (sampling_rows.RowsBuilder, "_gathered", "self._table.is_simple[rows].all()", "True"),
+]
+"""Stop ids that are missed, a length that is, log-probabilities that are left out, parameters of a
+step with drafts of other lengths, or of other kinds of rows."""
 STATE_FAULTS: list[tuple[object, str, str, str]] = [
     (commit.Committer, "_resume", "(sequence, count)", "(sequence, max(1, count - 1))"),
     (row_states.RowStates, "resume", "slots[full], blocks)", "slots[full - 1], blocks)"),
@@ -382,7 +430,7 @@ STATE_FAULTS: list[tuple[object, str, str, str]] = [
 are a snapshot already."""
 
 
-@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS + STATE_FAULTS)
+@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS + PLAIN_FAULTS + STATE_FAULTS)
 def test_planted_faults_are_found(
     owner: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +440,7 @@ def test_planted_faults_are_found(
     names: dict[str, Any] = {}
     exec(source.replace(old, new), function.__globals__, names)
     monkeypatch.setattr(owner, name, names[name])
+    is_plain = (owner, name, old, new) in PLAIN_FAULTS
     slots = 200 if (owner, name, old, new) in STATE_FAULTS else None
     with pytest.raises((AssertionError, IndexError, ValueError)):
-        run_mixed(4, overlap=True, slots=slots)
+        run_plain(4) if is_plain else run_mixed(4, overlap=True, slots=slots)

@@ -1,4 +1,4 @@
-"""Batch sizes of captured decode steps, and numbers of rows for which cuBLASLt algorithms are
+"""Sizes of captured steps, and numbers of rows for which cuBLASLt algorithms are
 measured."""
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     sizes = [*SMALL, *range(2 * STEP, DENSE_UP_TO + 1, STEP), *LARGE]
     greatest = min(max_rows, LARGE[-1])
     return (*(size for size in sizes if size < greatest), greatest) if greatest > 0 else ()
+
+
+def draft_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of captured steps that verify drafts, ascending: every second batch size up to 256,
+    because graphs take memory; larger steps take longer than their launches."""
+    return bucket_sizes(min(max_tokens, DENSE_UP_TO))[1::2]
 
 
 def bucket_of(rows: int, sizes: tuple[int, ...]) -> int | None:

@@ -26,7 +26,7 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.buckets import bucket_sizes
+from vllmx_cuda.device.buckets import bucket_sizes, draft_sizes
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import Target
@@ -67,6 +67,8 @@ class LoadSizes:
     buckets: tuple[int, ...]
     """Batch sizes of decode steps that are captured, or padded to when capture is off: of models
     that sample, and of all their stages, for each is padded as the others are."""
+    draft_buckets: tuple[int, ...]
+    """Tokens of steps that verify drafts, captured when they are first used; none of stages."""
     work: WorkKinds
     layout: StepLayout
     staging_bytes: int
@@ -109,8 +111,10 @@ def load_sizes(
     weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
     weights = replace(weights, shared=frozenset(shared_matrices(options.hidden)))
     _check_weights(weights.num_bytes, free, dtype, device)
-    samples = steps.samples or ties_of(steps.ops, dtype).sends
-    buckets = bucket_sizes(options.num_seqs) if samples else ()
+    ties = ties_of(steps.ops, dtype)
+    buckets = bucket_sizes(options.num_seqs) if steps.samples or ties.sends else ()
+    # A stage cannot tell drafts from prompts, and all stages pad alike.
+    drafts = draft_sizes(min(max_rows.values())) if steps.samples and not ties.receives else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
@@ -120,7 +124,7 @@ def load_sizes(
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups, has_states)
     staging_bytes = Layout.of(largest, work).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
-    graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
+    graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets + drafts)
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     if steps.samples:
@@ -140,6 +144,7 @@ def load_sizes(
         max_rows,
         max_blocks,
         buckets,
+        drafts,
         work,
         layout,
         staging_bytes,

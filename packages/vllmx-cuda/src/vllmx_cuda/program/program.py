@@ -69,8 +69,9 @@ class PlacedStep:
 
 @dataclass
 class Program:
-    """All launches of a step. One of decode rows alone is padded to its bucket and is a copy to the
-    device, two graphs (to the logits, and to the ids) and a copy back; any other runs as it is."""
+    """All launches of a step. One of decode rows alone, or one that verifies drafts, is padded to
+    its bucket and is a copy to the device, two graphs (to the logits, and to the ids) and a copy
+    back; any other runs as it is."""
 
     device: Device
     recorded: LoadSizes
@@ -83,7 +84,8 @@ class Program:
     graphs: Graphs
     ranks: DeviceRanks | None = None
     """The other ranks of a model on several devices."""
-    _buckets: dict[int, PlacedStep] = field(default_factory=dict)
+    _buckets: dict[tuple[int, bool], PlacedStep] = field(default_factory=dict)
+    """The captured steps by their tokens, and whether they verify drafts."""
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
         """Enqueues a whole step."""
@@ -122,16 +124,16 @@ class Program:
         return total
 
     def _forward(self, plan: StepPlan, rows: SamplingRows | None) -> PlacedStep:
-        size = None
-        if plan.num_tokens == plan.num_rows:
-            size = bucket_of(plan.num_tokens, self.recorded.buckets)
-        if size is not None:
-            bucket = self._bucket(size)
-            work = self._work(plan, bucket.layout.sizes, self._no_tiles)
+        bucket = self._bucket_of(plan)
+        drafts = plan.num_tokens > plan.num_rows
+        tiles = self._no_tiles
+        if drafts or bucket is None:
+            tiles = tuple(plan_tiles(plan, kind) for kind in self.recorded.work.tiles)
+        if bucket is not None:
+            work = self._work(plan, bucket.layout.sizes, tiles)
             self.staging.upload(plan, rows, bucket.layout, work)
             self._replay_forward(bucket)
             return bucket
-        tiles = tuple(plan_tiles(plan, kind) for kind in self.recorded.work.tiles)
         sizes = self._sizes(plan, tiles)
         layout = self.staging.layout(sizes)
         self.staging.upload(plan, rows, layout, self._work(plan, sizes, tiles))
@@ -178,16 +180,31 @@ class Program:
         for op in self.ops:
             op(sizes, memory)
 
-    def _bucket(self, size: int) -> PlacedStep:
-        found = self._buckets.get(size)
+    def _bucket_of(self, plan: StepPlan) -> PlacedStep | None:
+        """The bucket of a step of decode rows, or of one that verifies drafts: all tokens of rows
+        that go on want logits."""
+        drafts = plan.num_tokens > plan.num_rows
+        if drafts and (plan.num_logit_rows < plan.num_tokens or not plan.positions.all()):
+            return None
+        sizes = self.recorded.draft_buckets if drafts else self.recorded.buckets
+        size = bucket_of(plan.num_tokens, sizes)
+        return None if size is None else self._bucket(size, drafts=drafts)
+
+    def _bucket(self, size: int, *, drafts: bool = False) -> PlacedStep:
+        found = self._buckets.get((size, drafts))
         if found is None:
             items = max_items(self.recorded.steps.ops, size, self.device.info.num_processors)
-            none = tuple(0 for _ in self.recorded.work.tiles)
+            # Rows of several tokens are at most half as many, each of them a tile and what is full.
+            tiles = tuple(
+                size // 2 + size // kind.tokens if drafts else 0
+                for kind in self.recorded.work.tiles
+            )
+            rows = size - drafts  # some row has several tokens
             sizes = StepSizes(
-                size, size, size, items, none, self._groups, has_states=self._has_states
+                size, size, rows, items, tiles, self._groups, has_states=self._has_states
             )
             layout = self.staging.layout(sizes)
-            found = self._buckets[size] = PlacedStep(
+            found = self._buckets[size, drafts] = PlacedStep(
                 layout, self.staging.memory(layout), captured=True
             )
         return found

@@ -272,8 +272,8 @@ class Staging:
             _put(packed, layout.items[index], 4 * sizes.items, found.items.reshape(-1), -1)
             begin = layout.first_items[index]
             _put(packed, begin, sizes.tokens + 1, found.first_item, found.num_items)
-        for begin, tiles in zip(layout.tiles, work.tiles, strict=True):
-            _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
+        for begin, count, tiles in zip(layout.tiles, sizes.tiles, work.tiles, strict=True):
+            _put(packed, begin, 4 * count, tiles.reshape(-1), 0)
         patches = self._patches(plan, sizes.patches, slot)
         _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
         if layout.states:

@@ -212,8 +212,8 @@ class BatchBuilder:
         tokens[query_start[:num_decodes]] = table.last_token[batch.decodes]
         if (drafts := batch.drafts) is not None:
             behind = np.arange(1, drafts.ids.shape[1] + 1)
-            at = query_start[drafts.index, None] + behind  # (D, K)
-            tokens[at[drafts.is_draft]] = drafts.ids[drafts.is_draft]
+            at, is_draft = query_start[drafts.index, None] + behind, drafts.is_draft  # (D, K)
+            tokens[at[is_draft]] = drafts.ids[is_draft]
         for chunk, start in zip(chunks, query_start[num_decodes:-1].tolist(), strict=True):
             end = chunk.start + chunk.num_tokens
             tokens[start : start + chunk.num_tokens] = known_tokens(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from itertools import compress
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import F32, I32, StepResult
+from vllmx_core.plan import F32, I32, AnyArray, StepResult
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
@@ -132,11 +133,7 @@ class Committer:
         drafts = step.batch.drafts
         if drafts is not None:  # not known yet, see `_verify`
             full[drafts.index] = False
-        rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
-        for row, length in zip(rows, lengths, strict=True):
-            sequence = self._table.owner[row]
-            if sequence is not None:
-                self._scheduler.prefixes.file(sequence, length)
+        self._file(step.rows[full], step.context_len[full])
         if self._scheduler.states is not None:
             self._scheduler.states.file(step.number, step.rows, step.epochs, step.context_len)
         if self._scheduler.blocks.has_windows:
@@ -144,6 +141,13 @@ class Committer:
             if drafts is not None:
                 settled[drafts.index] = False
             self._scheduler.blocks.slide(step.rows[settled])
+
+    def _file(self, rows: AnyArray, lengths: AnyArray) -> None:
+        owner, file = self._table.owner, self._scheduler.prefixes.file
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            sequence = owner[row]
+            if sequence is not None:
+                file(sequence, length)
 
     def _special(
         self, sequence: Sequence, token: int, logit: int, details: StepLogprobs, number: int
@@ -161,97 +165,97 @@ class Committer:
         return pieces + self._told(sequence, [token], reason, logprobs, number, is_first=is_first)
 
     def _verify(self, step: Step, drafts: Drafts, details: StepLogprobs) -> list[CoreOutput]:
-        """Takes in the tokens that were drawn behind the last known one of each row and behind each
-        token of its draft, up to the first that the draft did not have."""
+        """Takes in the tokens that a step with drafts brought."""
+        table, rows = self._table, drafts.rows
         first = step.owners.logits[drafts.index]  # (D,)
-        at = first[:, None] + np.arange(drafts.ids.shape[1] + 1)
-        drawn = details.ids[np.minimum(at, details.ids.size - 1)]  # (D, K + 1)
-        is_kept = drafts.is_draft & (drawn[:, :-1] == drafts.ids)
-        num_kept = is_kept.cumprod(1).sum(1)
-        has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
+        drawn, num_new = _drawn(drafts, first, details.ids)
+        # Nearly all drafts are of simple rows and end nothing: ids to append and a record to send.
+        is_plain = table.is_simple[rows] & (table.epoch[rows] == step.epochs[drafts.index])
+        is_plain &= (num_new > 0) & (drafts.lengths + num_new <= -table.feed_end[rows])
+        is_plain &= ~table.stops(rows, drawn)
         new = drawn.tolist()
+        for number in np.flatnonzero(num_new < drawn.shape[1]).tolist():
+            del new[number][num_new[number] :]
+        for sequence, ids in compress(zip(drafts.sequences, new, strict=True), is_plain):
+            sequence.tokens.fromlist(ids)
         outputs: list[CoreOutput] = []
-        taken: list[int] = []
-        reasons: list[FinishReason | None] = []
-        counts = (num_kept + has_token).tolist()
-        for number, (sequence, count) in enumerate(zip(drafts.sequences, counts, strict=True)):
+        reasons: dict[int, FinishReason | None] = {}
+        for number in np.flatnonzero(~is_plain).tolist():
+            sequence, ids = drafts.sequences[number], new[number]
             if sequence.finished or sequence in step.owners.lost:
                 continue
             try:
-                if not count:
+                if not ids:
                     raise _no_token(step, sequence)
-                del new[number][count:]
-                reasons.append(sequence.accept_all(new[number]))
-                taken.append(number)
+                reason = sequence.accept_all(ids)
+                num_new[number] = len(ids)
+                if reason is None and sequence.is_plain:
+                    is_plain[number] = True
+                else:
+                    reasons[number] = reason
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
-        if not taken:
-            return outputs
-        new = [new[number] for number in taken]
-        if len(taken) < len(counts):
-            drafts, first = drafts.part(np.array(taken)), first[taken]
-        num_new = np.fromiter(map(len, new), np.int32)
-        speculator = self._scheduler.speculator
-        assert speculator is not None, "a draft without a speculator"
-        speculator.observe(drafts, num_new - 1)
-        self._resume(drafts, new, num_new)
-        return outputs + self._tell_all(step, drafts, new, reasons, first, details)
-
-    def _resume(self, drafts: Drafts, new: list[list[int]], num_new: I32) -> None:
-        """Lets rows decode again behind the new tokens that a step with their drafts brought: keys
-        and values of all but the last are valid."""
-        scheduler, table = self._scheduler, self._table
-        sequences = drafts.sequences
-        if any(sequence.row < 0 for sequence in sequences):  # preempted
-            running = [number for number, one in enumerate(sequences) if one.row >= 0]
-            drafts, num_new = drafts.part(np.array(running, np.intp)), num_new[running]
-            new, sequences = [new[number] for number in running], drafts.sequences
-        rows, computed = drafts.rows, drafts.lengths - 1 + num_new
-        table.resume_all(rows, computed, np.array([ids[-1] for ids in new], np.int32))
-        for number in np.flatnonzero(table.num_cached[rows] < computed // self._size).tolist():
-            scheduler.prefixes.file(sequences[number], int(computed[number]))
-        if scheduler.states is not None:
-            for sequence, count in zip(sequences, num_new.tolist(), strict=True):
-                scheduler.states.resume(sequence, count)
-        scheduler.blocks.slide(rows)
-        if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
-            scheduler.share.charge_all(np.repeat(table.client[rows], num_new - 1))
-
-    def _tell_all(
-        self,
-        step: Step,
-        drafts: Drafts,
-        new: list[list[int]],
-        reasons: list[FinishReason | None],
-        first: I32,
-        details: StepLogprobs,
-    ) -> list[CoreOutput]:
-        """Reports the new tokens of rows with drafts."""
-        outputs: list[CoreOutput] = []
-        rows = zip(
-            drafts.sequences, new, reasons, drafts.counts.tolist(), first.tolist(), strict=True
-        )
-        for sequence, ids, reason, num_drafted, logit in rows:
-            num_accepted = len(ids) - 1
-            if reason is None and sequence.is_plain and not sequence.request.at_end:
-                self.generation_tokens += len(ids)
-                outputs.append(
-                    CoreOutput(
-                        request_id=sequence.request_id,
-                        ids=ids,
-                        num_accepted=num_accepted,
-                        num_rejected=num_drafted - num_accepted,
-                    )
-                )
-                continue
+        is_taken = is_plain.copy()
+        is_taken[list(reasons)] = True
+        self._resume(step, drafts, is_taken, drawn[np.arange(first.size), num_new - 1], num_new)
+        num_missed = drafts.counts - num_new + 1
+        plain = zip(drafts.sequences, new, (num_new - 1).tolist(), num_missed.tolist(), strict=True)
+        outputs += self._tell_plain(compress(plain, is_plain))
+        self.generation_tokens += int(num_new[is_plain].sum())
+        for number, reason in reasons.items():
+            sequence, ids = drafts.sequences[number], new[number]
             try:
-                sequence.num_accepted += num_accepted
-                sequence.num_rejected += num_drafted - num_accepted
-                logprobs = _logprobs(sequence, ids, logit, details)
+                sequence.num_accepted += len(ids) - 1
+                sequence.num_rejected += num_missed.item(number)
+                logprobs = _logprobs(sequence, ids, first.item(number), details)
                 outputs += self._told(sequence, ids, reason, logprobs, step.number)
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
         return outputs
+
+    def _tell_plain(self, rows: Iterable[tuple[Sequence, list[int], int, int]]) -> list[CoreOutput]:
+        """Reports new ids, and how many draft tokens were kept and missed, of rows without anything
+        else to tell."""
+        outputs: list[CoreOutput] = []
+        for sequence, ids, kept, missed in rows:
+            if not sequence.request.at_end:
+                output = CoreOutput(
+                    request_id=sequence.request_id, ids=ids, num_accepted=kept, num_rejected=missed
+                )
+                outputs.append(output)
+                continue
+            sequence.num_accepted += kept
+            sequence.num_rejected += missed
+            if not sequence.hold(len(ids)):
+                outputs.append(self._output(sequence, sequence.untold(len(ids)), None))
+        return outputs
+
+    def _resume(
+        self, step: Step, drafts: Drafts, is_taken: AnyArray, last: I32, num_new: AnyArray
+    ) -> None:
+        """Lets rows decode again behind the `num_new` (D,) tokens, `last` (D,) the last of them,
+        that a step with their drafts brought: keys and values of all others are valid. `is_taken`:
+        (D,) False for drafts that nothing was taken in of."""
+        scheduler, table = self._scheduler, self._table
+        assert scheduler.speculator is not None, "drafts without a speculator"
+        scheduler.speculator.observe(drafts, num_new - 1, is_taken)
+        is_running = is_taken & (table.epoch[drafts.rows] == step.epochs[drafts.index])
+        if not is_running.all():  # others ended or were preempted
+            drafts, num_new, last = (
+                drafts.part(np.flatnonzero(is_running)),
+                num_new[is_running],
+                last[is_running],
+            )
+        rows, computed = drafts.rows, drafts.lengths - 1 + num_new
+        table.resume_all(rows, computed, last)
+        full = table.num_cached[rows] < computed // self._size
+        self._file(rows[full], computed[full])
+        if scheduler.states is not None:
+            for sequence, count in zip(drafts.sequences, num_new.tolist(), strict=True):
+                scheduler.states.resume(sequence, count)
+        scheduler.blocks.slide(rows)
+        if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
+            scheduler.share.charge_all(np.repeat(table.client[rows], num_new - 1))
 
     def _told(
         self,
@@ -357,6 +361,19 @@ class Committer:
             return _pieces(sequence, entries)
         except Exception as error:  # one request's fault must not stop the others
             return [self.fail(sequence, error)]
+
+
+def _drawn(drafts: Drafts, first: I32, ids: I32) -> tuple[I32, AnyArray]:
+    """The ids (D, K + 1) that were drawn behind the last known token of each row and behind each
+    token of its draft, from its logit row `first` (D,) on; and how many of them are new (D,): those
+    up to the first that the draft did not have."""
+    at = first[:, None] + np.arange(drafts.ids.shape[1] + 1)
+    drawn: I32 = ids[np.minimum(at, ids.size - 1)]
+    is_wrong = np.ones(drawn.shape, np.bool_)
+    is_wrong[:, :-1] = (drawn[:, :-1] != drafts.ids) | ~drafts.is_draft
+    num_kept = is_wrong.argmax(1)
+    has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
+    return drawn, num_kept + has_token
 
 
 def _logprobs(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
-from vllmx_core.records import MutableRecord
+from vllmx_core.records import MutableRecord, Record
 
 from vllmx_engine.core.sequence import Sequence
 
@@ -24,7 +24,7 @@ _GAP = np.array([-1], np.int32)
 """Separates texts: no match reaches across it, and no draft."""
 
 
-class Guess(NamedTuple):
+class Guess(Record, gc=False):
     """Tokens that may come next."""
 
     ids: list[int]
@@ -53,7 +53,6 @@ class Drafts(MutableRecord):
     lengths: I32  # (D,) known tokens of the sequences
     counts: AnyArray  # (D,) draft tokens
     ids: I32  # (D, K), negative where a model has still to draw it
-    chances: AnyArray  # (D, K) that each token is kept
 
     @property
     def is_draft(self) -> AnyArray:
@@ -75,7 +74,7 @@ class Drafts(MutableRecord):
 
     def part(self, numbers: AnyArray) -> Drafts:
         """A copy of some drafts, in this order."""
-        arrays = (self.index, self.rows, self.lengths, self.counts, self.ids, self.chances)
+        arrays = (self.index, self.rows, self.lengths, self.counts, self.ids)
         sequences = [self.sequences[number] for number in numbers.tolist()]
         return Drafts(sequences, *(array[numbers] for array in arrays))
 

@@ -25,6 +25,7 @@ from vllmx_core.records import Record
 from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 DIGEST_BYTES = 16
+_NOWHERE = array("i", [-1])
 Entry = tuple[bytes, bytes, bytes]
 """Digest, parent and content of a cached block. A new one is made whenever a block is filed."""
 
@@ -120,10 +121,11 @@ class PrefixCache:
         """Set by the owner of blocks that outlive the process, before the first root."""
         self.scores: dict[bytes, BlockScores] = {}
         """Log-probabilities by digest, until no group holds it any more."""
-        self._places: dict[bytes, list[int]] = {}
-        """The block of each group that holds this digest; -1 where there is none."""
+        self._places: dict[bytes, array[int]] = {}
+        """The block of each group that holds this digest; -1 where there is none. Arrays, which the
+        garbage collector does not track: with as many lists it would take milliseconds."""
         self._entries: dict[int, Entry] = {}
-        self._known: dict[bytes, tuple[bytes, list[int]]] = {}
+        self._known: dict[bytes, tuple[bytes, array[int]]] = {}
         """`_places` by what their digests are of: to look one up takes a third of the time that
         making a digest does."""
         self._runs: dict[bytes, Run] = {}
@@ -195,7 +197,7 @@ class PrefixCache:
         if places is None:
             if max(blocks) < 0:
                 return blocks
-            places = self._places[digest] = [-1] * len(blocks)
+            places = self._places[digest] = _NOWHERE * len(blocks)
             self._known[parent + content] = digest, places
         elif self._entries[max(places)] != entry:
             return None

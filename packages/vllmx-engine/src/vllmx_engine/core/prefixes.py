@@ -275,15 +275,18 @@ class Prefixes:
         own = table.blocks[:, row, first:end]  # (G, blocks)
         if table.has_gaps.item(row):
             own = np.where(table.first[:, row, None] > np.arange(first, end), -1, own)
-        parent = sequence.digests[first - 1] if first else sequence.root
+        digests = sequence.digests
+        parent = digests[first - 1] if first else sequence.root
         for index, blocks in enumerate(own.T.tolist(), first):
             content = sequence.content_of(index, self._size)
-            digest = self._digest(sequence, index, parent, content)
+            if index == len(digests):
+                digests.append(self._cache.digest(parent, content))
+            digest = digests[index]
             holders = self._cache.insert(blocks, digest, parent, content)
             if holders is None:  # the digest stands for other content
                 table.skip_caching(row)
                 return
-            if holders != blocks:
+            if list(holders) != blocks:
                 self._change_over(row, index, blocks, holders)
             parent = digest
         table.num_cached[row] = end

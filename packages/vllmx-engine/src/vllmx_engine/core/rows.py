@@ -6,6 +6,7 @@ import heapq
 from array import array
 from operator import attrgetter
 from struct import Struct
+from typing import Any
 
 import numpy as np
 from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
@@ -35,6 +36,8 @@ _SAMPLING = np.dtype(
     ]
 )
 _write_sampling = Struct(f"={len(FLOAT_FIELDS)}fiiQ").pack_into
+_MAX_STOPS = 4
+"""Stop ids of a row that are looked for by numpy; few have more."""
 _NEVER = np.int32(2**31 - 1)
 
 
@@ -81,6 +84,10 @@ class RowTable:
         self.waits = np.zeros(num_rows, np.bool_)
         """True if the row's next token depends on the tokens before it: the host must know the last
         one before it sends the row's parameters, but not before its forward pass begins."""
+        self.is_simple = np.zeros(num_rows, np.bool_)
+        """True for rows without rules, a grammar or log-probabilities, and with few stop ids."""
+        self.stop_ids = np.full((_MAX_STOPS, num_rows), -1, np.int32)
+        """The stop ids of simple rows; -1: a row has fewer."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.turn = np.zeros(num_rows, np.int32)
@@ -123,6 +130,17 @@ class RowTable:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def owners(self, rows: AnyArray) -> list[Sequence]:
+        """The sequences of rows that are in use."""
+        owner: list[Any] = self.owner
+        return [owner[row] for row in rows.tolist()]
+
+    def stops(self, rows: AnyArray, ids: I32) -> AnyArray:
+        """(R,) True for simple rows with a stop id among their `ids` (R, any)."""
+        hits = self.stop_ids[:, None, rows] == ids.T  # (stop ids, any, R)
+        found: AnyArray = hits.any((0, 1))
+        return found
 
     def ready(self) -> AnyArray:
         """Rows that can decode one token now, ascending."""
@@ -179,6 +197,11 @@ class RowTable:
             num_logprobs = MAX_LISTED_LOGPROBS + 1  # so that its logits come back whole
         at, values = row * _SAMPLING.itemsize, _floats(params)
         _write_sampling(self._sampling, at, *values, params.top_k, num_logprobs, request.seed)
+        stops, is_ruled = list(sequence.stop_ids), sequence.rules or request.grammar
+        is_simple = not is_ruled and params.logprobs is None and len(stops) <= _MAX_STOPS
+        self.is_simple[row] = is_simple
+        if is_simple:
+            self.stop_ids[:, row] = stops + [-1] * (_MAX_STOPS - len(stops))
 
     def release(self, sequence: Sequence) -> I32:
         """Takes the row back; returns the blocks it owned, in order."""

@@ -25,7 +25,7 @@ from vllmx_core.records import MutableRecord, field
 from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks, fill_drafted
 from vllmx_engine.core.limits import Limits
-from vllmx_engine.core.logit_rules import Counts, LogitRules
+from vllmx_engine.core.logit_rules import LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.speech_rules import SpeechRow
@@ -33,6 +33,7 @@ from vllmx_engine.core.step_work import Batch
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
+_NO_STARTS: I32 = np.zeros(0, np.int32)
 NOTHING_SAMPLED = SamplingRows.greedy(0)
 """The result of sampling of a step whose model gives vectors or scores."""
 
@@ -66,7 +67,7 @@ class LogitOwners(MutableRecord):
     """The draft tokens of the first ones of these rows, see `Drafts.index`."""
     edited: list[tuple[int, Sequence, LogitRules, list[int]]] = field(default_factory=list)
     masked: list[tuple[int, U32]] = field(default_factory=list)
-    counted: list[tuple[int, Counts]] = field(default_factory=list)
+    counted: list[tuple[int, array[int], array[int]]] = field(default_factory=list)
     """Logit rows with edits (and the draft tokens before them), masks and penalties, ascending."""
     constrained: list[Constrained] = field(default_factory=list)
     """Logit rows with grammars; their masks follow those of `masked`."""
@@ -90,15 +91,14 @@ class LogitOwners(MutableRecord):
 
 
 class RowsBuilder:
-    """Keeps the arrays of the last step of decodes alone: while the same rows decode, nothing but
-    positions changes, and nothing else is gathered again."""
+    """Keeps the arrays of the last step of decodes alone: while the same rows decode, with as many
+    draft tokens, nothing but positions changes, and nothing else is gathered again."""
 
     def __init__(self, table: RowTable, limits: Limits) -> None:
         self._table = table
         self._limits = limits
-        self._ascending = np.arange(limits.max_rows, dtype=np.int32)
         self._grammars = GrammarMasks()
-        self._kept: tuple[int, AnyArray, LogitOwners, SamplingRows] | None = None
+        self._kept: tuple[int, AnyArray, I32, LogitOwners, SamplingRows] | None = None
 
     def build(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
@@ -155,30 +155,37 @@ class RowsBuilder:
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        if batch.chunks or batch.drafts is not None:
-            owners = self._mixed_owners(batch, rows)
+        if batch.chunks:
+            owners = self._mixed_owners(batch)
             return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
+        position, starts, drafts = plan.context_len, _NO_STARTS, batch.drafts
+        if drafts is not None:
+            position, starts = plan.positions + np.int32(1), plan.query_start
         if self._kept is not None:
-            version, kept, owners, sampling = self._kept
-            same = version == self._table.version and kept.size == rows.size
-            if same and bool((kept == rows).all()):
-                sampling.position = plan.context_len
+            version, kept, kept_starts, owners, sampling = self._kept
+            same = version == self._table.version and kept_starts.size == starts.size
+            same = same and kept.size == rows.size and bool((kept == rows).all())
+            if same and (drafts is None or (kept_starts == starts).all()):
+                sampling.position = position
+                if drafts is not None:
+                    owners = LogitOwners(rows, owners.logits, owners.sequences, drafts=drafts)
                 return owners, sampling
-        owners = self._owners(rows, self._ascending[: rows.size])
-        sampling = self._gather(owners, plan.context_len)
-        self._kept = self._table.version, rows, owners, sampling
+        owners = self._mixed_owners(batch)
+        sampling = self._gather(owners, position)
+        if drafts is None or self._table.is_simple[rows].all():
+            self._kept = self._table.version, rows, starts.copy(), owners, sampling
         return owners, sampling
 
     def _owners(self, rows: AnyArray, logits: I32, drafts: Drafts | None = None) -> LogitOwners:
         """The owners of sampling rows: row `rows[i]` of the table draws from logit row
         `logits[i]`, and from one more behind it for each token of its draft."""
-        found = [self._table.owner[row] for row in rows.tolist()]
-        sequences = [sequence for sequence in found if sequence is not None]
-        owners = LogitOwners(rows, logits, sequences, drafts=drafts)
+        owners = LogitOwners(rows, logits, self._table.owners(rows), drafts=drafts)
+        others = np.flatnonzero(~self._table.is_simple[rows]).tolist()
         numbers: dict[int, int] = {}
-        if drafts is not None:
+        if drafts is not None and others:
             numbers = {index: number for number, index in enumerate(drafts.index.tolist())}
-        for index, sequence in enumerate(sequences):
+        for index in others:
+            sequence = owners.sequences[index]
             rules = sequence.rules
             if rules is None and sequence.grammar is None:
                 continue
@@ -195,14 +202,15 @@ class RowsBuilder:
             if rules.mask is not None and sequence.grammar is None:
                 owners.masked.append((logit, rules.mask))
             if (counts := rules.counts) is not None:
-                owners.counted.append((logit, counts))
+                owners.counted.append((logit, counts.ids, counts.output_counts))
         return owners
 
-    def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:
-        ends = np.cumsum(batch.decode_lengths)
-        first = ends - batch.decode_lengths
+    def _mixed_owners(self, batch: Batch) -> LogitOwners:
+        counts = batch.decode_lengths
+        ends = np.cumsum(counts)
         next_logit = int(ends[-1]) if ends.size else 0
-        sampling, logits = batch.decodes.tolist(), first.tolist()
+        sampling: list[int] = []
+        logits: list[int] = []
         scored: list[Scored] = []
         for chunk in batch.chunks:
             count = chunk.num_logits - chunk.samples
@@ -213,9 +221,9 @@ class RowsBuilder:
             if chunk.samples:
                 sampling.append(chunk.sequence.row)
                 logits.append(next_logit - 1)
-        owners = self._owners(
-            np.array(sampling, np.int64), np.array(logits, np.int32), batch.drafts
-        )
+        rows = np.concatenate([batch.decodes, np.array(sampling, np.int64)])
+        first = np.concatenate([ends - counts, np.array(logits, np.int64)]).astype(np.int32)
+        owners = self._owners(rows, first, batch.drafts)
         owners.scored = scored
         return owners
 
@@ -299,9 +307,8 @@ def _own_drafted(
         if rules.mask is not None and sequence.grammar is None:
             owners.masked.append((first + place, rules.mask))
         if counts is not None:
-            owners.counted.append((first + place, counts))
+            owners.counted.append((first + place, counts.ids[:], counts.output_counts[:]))
             if place < len(draft):
-                counts = counts.copy()
                 counts.add(draft[place])
 
 
@@ -327,11 +334,11 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
     return LogitEdits(start, _flat(ids, np.int32), _flat(values, np.float32))
 
 
-def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
+def _counts(counted: list[tuple[int, array[int], array[int]]], plan: StepPlan) -> TokenCounts:
     """Returns the counts of tokens that rows have seen, which grow from step to step."""
-    logits = [logit for logit, _ in counted]
-    ids = [counts.ids for _, counts in counted]
-    values = _flat([counts.output_counts for _, counts in counted], np.int32)
+    logits = [logit for logit, _, _ in counted]
+    ids = [ids_of_row for _, ids_of_row, _ in counted]
+    values = _flat([counts for _, _, counts in counted], np.int32)
     start = _starts(logits, ids, plan.num_logit_rows)
     return TokenCounts(start, _flat(ids, np.int32), values, plan.tokens[plan.logit_rows] < 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ logger = logging.getLogger("vllmx.draft")
 
 _WEIGHT = 0.2
 """The weight of the newest step in a row's averages."""
+_WEIGHTS = 1 - (1 - _WEIGHT) ** np.arange(MAX_DRAFT + 1)
+"""The weight of so many draft tokens in the average share of right ones."""
 _FIRST_CHANCE = 0.5
 """The chance of a draft token before any was verified."""
 _LEAST_GAIN = 0.05
@@ -67,6 +69,15 @@ def drafting_of(config: EngineConfig) -> Drafting:
     elif config.speculate in ("suffix", "auto"):
         drafter = SuffixDrafter()
     return Drafting(drafter, None if tokens == "auto" else int(tokens))
+
+
+class _Guesses(Record):
+    """Guesses for D rows, one behind the other."""
+
+    sizes: I32  # (D,)
+    ids: I32
+    shares: AnyArray | None = None
+    """`Guess.shares`, one for each of the ids."""
 
 
 class Speculator:
@@ -174,12 +185,12 @@ class Speculator:
         is_drafting = self._is_drafting[decodes]
         self._look(decodes[~is_known].tolist(), worth)
         gains = self._gain[decodes[is_drafting]].sum()
-        found = self._guessed(decodes, np.flatnonzero(is_known & is_drafting))
+        found, shares = self._guessed(decodes, np.flatnonzero(is_known & is_drafting))
         self.wants_tokens = self._num_tokens is not None or gains >= self._least_gain * decodes.size
         self._num_idle = 0 if self.wants_tokens else self._num_idle + 1
         if self._model is not None and self._num_idle >= _PROBE_PERIOD:
             self.wants_tokens = True  # once, to see whether the text has become easier
-        self._cut_to_paying(found, decodes.size, max(0, room))
+        self._cut_to_paying(found, shares, decodes.size, max(0, room))
         return found.without_empty()
 
     def filled(self, drafts: Drafts) -> Drafts:
@@ -193,11 +204,13 @@ class Speculator:
                 drafts.put_back(reserved, part)
             if self._model.has_failed:
                 self.use(Drafting(None, self._num_tokens))
-        rows = zip(drafts.sequences, drafts.ids.tolist(), strict=True)
-        for number, (sequence, ids) in enumerate(rows):
+        table, rows = self._table, drafts.rows
+        is_plain = table.is_simple[rows] & ~table.stops(rows, drafts.ids)
+        for number in np.flatnonzero(~is_plain).tolist():
+            sequence, ids = drafts.sequences[number], drafts.ids_of(number)
             if sequence.grammar is None and sequence.stop_ids.isdisjoint(ids):
                 continue
-            count = drafts.counts.item(number)
+            count = len(ids)
             for place in range(count):
                 if ids[place] in sequence.stop_ids:  # nothing comes behind it
                     count = place
@@ -218,36 +231,33 @@ class Speculator:
                 self._share += self._model.step_s / seconds / num_decodes
         self._num_steps += 1
 
-    def _guess(self, sequence: Sequence, most: int) -> Guess:
-        """The guess of the drafter, which may be none; of no tokens where it raises."""
-        if not most:
-            return Guess([])
-        try:
-            guess = self._guesser.guess(sequence, most)
-            if isinstance(guess, Guess) and len(guess.ids) <= most:
-                return guess
-            return Guess(guess.ids[:most], guess.shares)
-        except Exception:  # anybody may write a drafter
-            self._log_failure()
-            return Guess([])
-
-    def _checked(self, guesses: list[Guess]) -> tuple[list[Guess], I32]:
-        """Guesses without those that are none, and their ids, one behind the other."""
-        if not any(guess.shares is not None for guess in guesses):
+    def _guesses(self, sequences: list[Sequence], most: list[int]) -> _Guesses:
+        """The guesses of the drafter, at most so many tokens each: none where it raises, or guesses
+        anything but tokens."""
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
             try:
-                return guesses, _ids(guesses, self._vocab_size)
-            except Exception:  # anybody may write a drafter: which guesses are none?
-                logger.debug("guesses are checked one by one", exc_info=True)
-        checked = []
-        for guess in guesses:
-            try:
-                ids = _ids([guess], self._vocab_size).tolist()
-                shares = None if guess.shares is None else array("d", guess.shares).tolist()
-                checked.append(Guess(ids if shares is None else ids[: len(shares)], shares))
+                guesses.append(self._guesser.guess(sequence, count) if count else Guess([]))
             except Exception:  # anybody may write a drafter
                 self._log_failure()
-                checked.append(Guess([]))
-        return checked, _ids(checked, self._vocab_size)
+                guesses.append(Guess([]))
+        try:
+            return _gathered(guesses, most, self._vocab_size)
+        except Exception:  # which guesses are none?
+            logger.debug("guesses are checked one by one", exc_info=True)
+        checked = [self._checked(guess, count) for guess, count in zip(guesses, most, strict=True)]
+        return _gathered(checked, most, self._vocab_size)
+
+    def _checked(self, guess: Guess, most: int) -> Guess:
+        try:
+            ids = array("i", guess.ids[:most]).tolist()
+            shares = None if guess.shares is None else array("d", guess.shares[:most]).tolist()
+            checked = Guess(ids if shares is None else ids[: len(shares)], shares)
+            _gathered([checked], [most], self._vocab_size)
+        except Exception:
+            self._log_failure()
+            return Guess([])
+        return checked
 
     def _log_failure(self) -> None:
         if not self._has_failed:
@@ -273,54 +283,56 @@ class Speculator:
                 pays = guess >= 0 and self._chance[row] > worth
                 gained = right - worth if pays else 0.0
                 self._gain[row] += _WEIGHT * (gained - self._gain[row])
-            ids = self._checked([self._guess(sequence, 1)])[1]
+            ids = self._guesses([sequence], [1]).ids
             self._looked_at[row], self._looked_for[row] = known, ids[0] if ids.size else -1
 
-    def _guessed(self, decodes: AnyArray, index: AnyArray) -> Drafts:
-        """Guesses for the rows `decodes[index]`, whose last tokens are known."""
+    def _guessed(self, decodes: AnyArray, index: AnyArray) -> tuple[Drafts, AnyArray | None]:
+        """Guesses for the rows `decodes[index]`, whose last tokens are known; and the shares (D, K)
+        of their tokens, where they are not 1."""
         table, rows = self._table, decodes[index]
-        owners = [table.owner[row] for row in rows.tolist()]
-        sequences = [sequence for sequence in owners if sequence is not None]
+        sequences = table.owners(rows)
         lengths = table.computed[rows] + np.int32(1)
         most = np.clip(table.feed_end[rows] - lengths, 0, self._num_tokens or MAX_DRAFT)
         width = int(most.max(initial=0))
         ids = np.full((rows.size, width), -1, np.int32)
-        if self._model is None:
-            counts = np.zeros_like(most)
-            guesses = list(map(self._guess, sequences, most.tolist()))
-        else:
-            counts, guesses = np.minimum(most, self._model.longest(lengths)), []
+        shares: AnyArray | None = None
+        counts, guessed = np.zeros_like(most), most
+        if self._model is not None:
+            counts = np.minimum(most, self._model.longest(lengths))
+            guessed = np.zeros_like(most)
             if self._num_predicted:
-                is_predicted = np.array([bool(one.request.prediction) for one in sequences])
-                guesses = list(map(self._guess, sequences, (most * is_predicted).tolist()))
-        chances = self._chance[rows, None] ** np.arange(1, width + 1)
-        if guesses:
-            guesses, found = self._checked(guesses)
-            sizes = np.fromiter((len(guess.ids) for guess in guesses), np.int32)
-            ids[np.arange(width) < sizes[:, None]] = found
-            counts = np.where(sizes > 0, sizes, counts)
-            for number, guess in enumerate(guesses):
-                if guess.shares is not None:
-                    chances[number, : len(guess.ids)] *= guess.shares[: len(guess.ids)]
+                guessed = most * np.array([bool(one.request.prediction) for one in sequences])
+        if guessed.any():
+            guesses = self._guesses(sequences, guessed.tolist())
+            place = np.arange(width) < guesses.sizes[:, None]
+            ids[place] = guesses.ids
+            counts = np.where(guesses.sizes > 0, guesses.sizes, counts)
+            if guesses.shares is not None:
+                shares = np.ones(ids.shape)
+                shares[place] = guesses.shares
         self._gain[rows[counts == 0]] *= 1 - _WEIGHT
         self._looked_at[rows[counts > 0]] = -1
-        chances = np.nan_to_num(chances)
-        return Drafts(sequences, index, rows, lengths, counts, ids, chances)
+        return Drafts(sequences, index, rows, lengths, counts, ids), shares
 
-    def _cut_to_paying(self, found: Drafts, num_rows: int, room: int) -> None:
+    def _cut_to_paying(
+        self, found: Drafts, shares: AnyArray | None, num_rows: int, room: int
+    ) -> None:
         """Cuts drafts to the tokens that pay: the best ones first, until the next would add less
         than the step makes in the same time."""
         if self._num_tokens is not None and found.num_tokens <= room:
             return
         is_draft = found.is_draft
-        chances = np.sort(found.chances[is_draft])[::-1][:room]
+        kept = self._chance[found.rows, None] ** np.arange(1, found.ids.shape[1] + 1)  # (D, K)
+        if shares is not None:
+            kept *= shares
+        chances = np.sort(kept[is_draft])[::-1][:room]
         if self._num_tokens is None:
             made = num_rows + np.cumsum(chances) - chances
             is_worth = chances * (1.0 + np.arange(chances.size) * self._share) > made * self._share
             chances = chances[: chances.size if is_worth.all() else is_worth.argmin()]
         least = chances[-1] if chances.size else np.inf
-        kept = ((found.chances >= least) & is_draft).sum(1)
-        found.cut(np.diff(np.minimum(np.cumsum(kept), room), prepend=0))
+        counts = ((kept >= least) & is_draft).sum(1)
+        found.cut(np.diff(np.minimum(np.cumsum(counts), room), prepend=0))
 
     def counts(self) -> dict[str, Any]:
         """The counters of `CoreStats`."""
@@ -331,28 +343,43 @@ class Speculator:
             "accepted_at": tuple(self._accepted_at.tolist()),
         }
 
-    def observe(self, drafts: Drafts, num_accepted: AnyArray) -> None:
-        """Learns how many of the first draft tokens of rows were kept. Rows whose masks could not
-        be made have no draft any more."""
-        is_tried = drafts.counts > 0
+    def observe(self, drafts: Drafts, num_accepted: AnyArray, is_taken: AnyArray) -> None:
+        """Learns how many of the first draft tokens of rows were kept, as far as they were taken
+        in. Rows whose masks could not be made have no draft any more."""
+        is_tried = is_taken & (drafts.counts > 0)
         drafted, accepted = drafts.counts[is_tried], num_accepted[is_tried]
         self.num_drafts += drafted.size
         self.num_draft_tokens += int(drafted.sum())
         self.num_accepted_tokens += int(accepted.sum())
-        self._accepted_at += (accepted[:, None] > np.arange(MAX_DRAFT)).sum(0)
+        lengths = np.bincount(accepted, minlength=MAX_DRAFT + 1)
+        self._accepted_at += lengths[:0:-1].cumsum()[::-1]
         if self._model is not None:
-            self._model.verified(drafts.sequences)
+            self._model.verified(list(compress(drafts.sequences, is_taken)))
         rows = drafts.rows[is_tried]
         tried = np.minimum(accepted + 1, drafted)
-        weight = 1 - (1 - _WEIGHT) ** tried
-        self._chance[rows] += weight * (accepted / tried - self._chance[rows])
+        self._chance[rows] += _WEIGHTS[tried] * (accepted / tried - self._chance[rows])
         gained = accepted - drafted * self._share
         self._gain[rows] += _WEIGHT * (gained - self._gain[rows])
 
 
-def _ids(guesses: list[Guess], vocab_size: int) -> I32:
-    """The ids of guesses, one behind the other. Raises where one is not from the vocabulary."""
-    ids = np.array(array("i", chain.from_iterable(guess.ids for guess in guesses)), np.int32)
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(f"the guess of a drafter has ids that are not from 0 to {vocab_size - 1}")
-    return ids
+def _gathered(guesses: list[Guess], most: list[int], vocab_size: int) -> _Guesses:
+    """Raises where a guess is too long, or has ids that are not from the vocabulary."""
+    lists = [guess.ids for guess in guesses]
+    sizes = np.fromiter(map(len, lists), np.int32)
+    found = array("i")
+    for part in lists:
+        found.fromlist(part)
+    ids = np.array(found, np.int32)
+    if (sizes > most).any() or (ids.size and not 0 <= ids.min() <= ids.max() < vocab_size):
+        raise ValueError(f"a guess has too many ids, or others than 0 to {vocab_size - 1}")
+    shares = [guess.shares for guess in guesses]
+    if shares.count(None) == len(shares):
+        return _Guesses(sizes, ids)
+    known = [
+        [1.0] * len(part) if share is None else share
+        for part, share in zip(lists, shares, strict=True)
+    ]
+    if list(map(len, known)) != sizes.tolist():
+        raise ValueError("a guess has another number of shares than of ids")
+    flat = np.array(array("d", chain.from_iterable(known)))
+    return _Guesses(sizes, ids, np.nan_to_num(flat))
