@@ -44,6 +44,7 @@ NOT_RUN = {
     r"pip install ": "asks an index of packages",
     r"docker ": "needs Docker's service; test_deploy_page.py reads the files",
     r"kubectl ": "needs a cluster; test_deploy_page.py reads the manifest",
+    r"helm ": "needs one too; test_helm_chart.py renders the chart",
     r"vllmx serve MODEL --lora ": "needs adapters; test_adapters.py has some",
     r"vllmx core ": "serves other hosts; test_replica_hosts.py has some",
     r"vllmx serve \S+ --replica-hosts ": "needs such hosts",
@@ -78,7 +79,7 @@ REPLACED = (
 """What is replaced in a command before it runs, in this order."""
 
 # --- what the pages show --------------------------------------------------------------------------
-PROGRAMS = r"vllmx|curl|docker|kubectl|git|python3?|pip|openssl|eval|\.venv/bin/\S+"
+PROGRAMS = r"vllmx|curl|docker|kubectl|helm|git|python3?|pip|openssl|eval|\.venv/bin/\S+"
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ +)*(?:{PROGRAMS}) .*|[A-Z_]+=.* claude)", re.DOTALL)
 
 
