@@ -20,7 +20,6 @@ from vllmx_testing.attention_checks import AttentionChecks
 from vllmx_testing.backend_suite import BackendSuite
 from vllmx_testing.harness import Harness
 from vllmx_testing.latent_checks import LatentChecks
-from vllmx_testing.op_checks import OpChecks
 from vllmx_testing.ranked_backend import Meeting, RankedBackend
 from vllmx_testing.ranks import ThreadCommunicator
 from vllmx_testing.sparse_checks import SparseChecks
@@ -86,9 +85,9 @@ class _Ranks(Harness):
                 region.close()
 
 
-class _Parts(OpChecks, AttentionChecks, LatentChecks, SparseChecks, StateChecks, StepChecks):
-    """What is cut by ranks. Codes of the KV cache, the sampler and what moves blocks are the same
-    code on each rank as without ranks."""
+class _Parts(AttentionChecks, LatentChecks, SparseChecks, StateChecks, StepChecks):
+    """What is cut by ranks. Ops are cut before a backend sees them; codes of the KV cache, the
+    sampler and what moves blocks are the same code on each rank as without ranks."""
 
 
 class _Cpu(_Ranks):

@@ -22,6 +22,8 @@ from ..audio_models import FAMILIES as AUDIO_FAMILIES  # noqa: TID252
 from ..audio_models import save as save_audio  # noqa: TID252
 from ..image_files import write_text, write_tower  # noqa: TID252 - no package to name
 from ..image_models import FAMILIES, save  # noqa: TID252
+from ..t5_models import make as make_t5  # noqa: TID252
+from ..t5_models import save as save_t5  # noqa: TID252
 from ..whisper_models import make as make_whisper  # noqa: TID252
 from ..whisper_models import save as save_whisper  # noqa: TID252
 
@@ -39,6 +41,7 @@ HUB = {
     "ggml-org/Qwen3-VL-2B-Instruct-GGUF": "image files",
     "Qwen/Qwen2-Audio-7B-Instruct": "audio chats",
     "openai/whisper-large-v3-turbo": "audio",
+    "google/flan-t5-large": "encoder-decoder",
 }
 """Repositories in the cache of the hub, and what lies there: see `MAKERS`."""
 
@@ -120,6 +123,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "image files": _image_files,
     "audio chats": _audio_chats,
     "audio": lambda folder: save_whisper(make_whisper(), folder),
+    "encoder-decoder": lambda folder: save_t5(make_t5(), folder),
 }
 
 

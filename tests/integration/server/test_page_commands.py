@@ -239,6 +239,9 @@ def ask(server: RunningServer, command: str, key: str | None) -> None:
         elif kind in ("rerank", "classify"):
             path = "/v1/rerank"
             body |= {"query": "Hello!", "documents": ["one", "two"]}
+        elif kind == "encoder-decoder":
+            path = "/v1/completions"
+            body |= {"prompt": "w7 w8", "max_tokens": 4}
         else:
             content = SHOWN_TO.get(kind, "Hello!")
             body |= {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
