@@ -94,7 +94,7 @@ def test_a_replica_is_drained_and_added(server: RunningServer) -> None:
         assert begun.wait(PATIENCE_S)
         assert "drained" in command(server, "drain", "0")
         assert running.result(PATIENCE_S) == wanted
-    assert len(cores(server)) == 1
+    wait_until(lambda: len(cores(server)) == 1)
     with pytest.raises(ConfigError, match="replica 1 is the last one that serves"):
         command(server, "drain", "1")
     with pytest.raises(ConfigError, match="no replica 7: choose one from 0 to 1"):
