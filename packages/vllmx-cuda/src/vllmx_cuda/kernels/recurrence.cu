@@ -105,7 +105,7 @@ recurrence(const elem* __restrict__ qkv, const elem* __restrict__ a, const elem*
       times(s, expf(rate * strength));
     }
     float v = inside ? to_float(x[2 * key_heads * keys + head * values + column]) : 0.f;
-    if (b) strength = beta / (1.f + expf(-to_float(b[of_head])));
+    if (b) strength = beta * (1.f / (1.f + expf(-to_float(b[of_head]))));
     float u = strength * (b ? v - dot_rows(s, k) : v);
 #pragma unroll
     for (int i = 0; i < VX_KEYS; i++) s[i] += k[i] * u;
