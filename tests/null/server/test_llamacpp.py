@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from vllmx_server.generating.fields import closed
 
 from .conftest import MakeServer, Served, events_of
 
@@ -236,6 +238,35 @@ async def test_biases_of_texts(llama: Served) -> None:
     assert digit["content"] == "7"
     settings = found["generation_settings"]
     assert settings["logit_bias"] == [{"token": 120, "bias": 100}, {"token": 121, "bias": -100}]
+
+
+X = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
+Y: dict[str, Any] = {"properties": {"y": {"const": 2}}, "required": ["y"]}
+REF = {"$ref": "#/$defs/X"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_closed"),
+    [
+        (X, True),
+        ({"allOf": [REF]}, True),
+        ({"properties": {"p": {"anyOf": [REF, {"type": "null"}]}}, "required": ["p"]}, True),
+        ({"allOf": [REF, Y]}, False),
+        ({"allOf": [{"allOf": [REF]}, Y]}, False),
+        ({**Y, "allOf": [REF]}, False),
+        ({**Y, **REF}, False),
+        ({**Y, "anyOf": [REF]}, False),
+        ({**Y, "oneOf": [REF]}, False),
+    ],
+)
+async def test_objects_are_closed_where_one_schema_describes_them(
+    llama: Served, parts: dict[str, Any], is_closed: bool
+) -> None:
+    schema = {"type": "object", **parts, "$defs": {"X": X}}
+    await post(llama, "/completion", prompt="ab", n_predict=4, json_schema=schema)
+    found = closed(deepcopy(schema))
+    assert ("additionalProperties" in found["$defs"]["X"]) is is_closed
+    assert ("additionalProperties" in found) is (is_closed and "properties" in parts)
 
 
 async def test_samplers_that_are_left_out_are_off(llama: Served) -> None:
