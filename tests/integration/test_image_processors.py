@@ -298,6 +298,9 @@ def test_configs(tmp_path: Path) -> None:
         {**QWEN2, "image_std": [0, 1, 1]},
         {**QWEN2, "size": [1]},
         {**QWEN2, "min_pixels": 1e400},
+        {**QWEN2, "resample": -1},
+        {**CLIP, "resample": 6},
+        {**QWEN2, "rescale_factor": float("nan")},
         {**GEMMA, "do_pan_and_scan": True},
         {**TILED, "max_patches": 1 << 12},
         {**TILED, "min_patches": 5, "max_patches": 4},
@@ -308,5 +311,5 @@ def test_configs(tmp_path: Path) -> None:
         {**CLIP, "crop_size": {"height": 56, "width": 28}},
         {**SIGLIP, "size": {"height": 1 << 20, "width": 1 << 20}},
     ):
-        with pytest.raises(ConfigError, match="image processor"):
+        with pytest.raises(ConfigError, match=r"image processor .* --limit-images 0"):
             processor(tmp_path, wrong)

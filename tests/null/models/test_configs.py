@@ -178,6 +178,18 @@ def test_accepted(build: Any, config: dict[str, Any]) -> None:
     assert build("LlamaForCausalLM", **config).spec == build("LlamaForCausalLM").spec
 
 
+def test_patterns_of_layers_may_be_of_any_kind_of_number(build: Any) -> None:
+    """Published files have whole numbers; programs that rewrite them, truths or floats."""
+
+    def made(zero: object, one: object) -> Any:
+        pattern = {"hybrid_layer_pattern": [zero, one] * 2, "moe_layer_freq": [zero, one] * 2}
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        heads = {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}
+        return build("MiMoV2FlashForCausalLM", **pattern, **experts, **heads)
+
+    assert made(0, 1).spec == made(False, True).spec == made(0.0, 1.0).spec
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),

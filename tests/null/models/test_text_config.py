@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.cache.groups import blocks_of, cache_layout
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.model import Model
+from vllmx_core.model import Model, encoder_of
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model, text_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.weights.map import assemble
 from vllmx_testing.model_suite import random_weights
@@ -38,7 +39,7 @@ ALONE: dict[str, Any] = {**TEXT, "architectures": ["Gemma3ForCausalLM"]}
 PREFIXES = ("language_model.model.", "model.language_model.")
 
 
-def built(config: Mapping[str, Any]) -> Model:
+def built(config: dict[str, Any]) -> Model:
     model: Model = load_registry().model_for(config).load()(config)
     return model
 
@@ -91,3 +92,35 @@ def test_windows_keep_a_quarter_of_what_whole_layers_would() -> None:
     held = blocks_of(layout.windows, tokens, block, 512) * len(layout.places)
     whole = tokens // block * len(shape.caches)
     assert held < whole / 4
+
+
+@pytest.mark.parametrize("name", ["InternVL", "LightOnOcr", "Llava", "Mistral3"])
+def test_a_tower_before_another_text_model_leaves_the_text(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry, text = load_registry(), TEXT | {"model_type": "olmo2", "sliding_window": None}
+    alone = built({"architectures": ["Olmo2ForCausalLM"], **text})
+    arrays = random_weights(alone)
+    kept = {
+        f"model.language_{name}": arrays.part(name).dequantize()
+        for name in arrays.names()
+        if name != "lm_head.weight"
+    }
+    kept["lm_head.weight"] = arrays.part("lm_head.weight").dequantize()
+    config = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": VISION,
+    }
+    whole = Checkpoint(path=Path(), config=config, weights=ArraySource(kept))
+    found = text_checkpoint(registry, whole)
+    model = build_model(registry, found)
+    assert encoder_of(model) is None
+    for ours, theirs in zip(alone.weights(), model.weights(), strict=True):
+        assert ours == theirs
+        np.testing.assert_array_equal(assemble(ours, arrays)[0], assemble(theirs, found.weights)[0])
+    (line,) = caplog.messages
+    assert f"{name}ForConditionalGeneration is served as Olmo2ForCausalLM: text alone" in line
+    config["text_config"] = TEXT | {"model_type": "llama"}
+    whole = Checkpoint(path=Path(), config=config, weights=ArraySource({}))
+    assert text_checkpoint(registry, whole) is whole

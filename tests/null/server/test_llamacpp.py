@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
-from vllmx_server.apis.llamacpp.schema import COMPLETION
+from vllmx_server.generating.fields import closed
 
 from .conftest import MakeServer, Served, events_of
 
@@ -80,11 +81,10 @@ async def test_probabilities_and_biases(llama: Served) -> None:
     response = await llama.client.post("/completion", json={**body, "stream": True})
     *pieces, _ = events_of(response.text)
     assert [row for each in pieces for row in each["completion_probabilities"]] == rows
-    biased = COMPLETION.decode(
-        b'{"prompt": "a", "logit_bias": [[5, false], [6, 1.5]], "n_keep": 0}'
-    )
-    params = biased.sampling_params({}, max_tokens=1, logprobs=None)
-    assert params.logit_bias == {5: -100.0, 6: 1.5}
+    biases = [[5, False], [6, 1.5]]
+    biased = await post(llama, "/completion", prompt="a", n_predict=1, logit_bias=biases, n_keep=0)
+    found = biased["generation_settings"]["logit_bias"]
+    assert found == [{"token": 5, "bias": -100.0}, {"token": 6, "bias": 1.5}]
     digits = await post(
         llama, "/completion", prompt="ab", n_predict=4, grammar='root ::= "7" "8"', seed=-1
     )
@@ -143,6 +143,11 @@ async def test_actions_on_slots_are_explained(
         ("/completion", {"logit_bias": {"5": "x"}}, "logit_bias"),
         ("/completion", {"logit_bias": {"5": True}}, "logit_bias"),
         ("/completion", {"logit_bias": "5"}, "logit_bias"),
+        ("/completion", {"logit_bias": [[-1, 1.0]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [[True, 1.0]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [["a", True]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [["a" * 257, 1]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [["a", 1]] * 1025}, "logit_bias"),
         ("/completion", {"logit_bias": {str(10**11): 1}}, "logit_bias"),
         ("/completion", {"logit_bias": [["5", float("1e300")]]}, "logit_bias"),
         ("/completion", {"response_fields": ["a"] * 65}, "response_fields"),
@@ -229,8 +234,39 @@ async def test_biases_of_texts(llama: Served) -> None:
     for bias in ([["xy", 100], ["y", False]], {"120": 100, "y": -100}):
         found = await post(llama, "/completion", **asked, logit_bias=bias)
         assert found["content"] == "x"
+    digit = await post(llama, "/completion", **asked, logit_bias=[["7", 100], [7, -100]])
+    assert digit["content"] == "7"
     settings = found["generation_settings"]
     assert settings["logit_bias"] == [{"token": 120, "bias": 100}, {"token": 121, "bias": -100}]
+
+
+X = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
+Y: dict[str, Any] = {"properties": {"y": {"const": 2}}, "required": ["y"]}
+REF = {"$ref": "#/$defs/X"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_closed"),
+    [
+        (X, True),
+        ({"allOf": [REF]}, True),
+        ({"properties": {"p": {"anyOf": [REF, {"type": "null"}]}}, "required": ["p"]}, True),
+        ({"allOf": [REF, Y]}, False),
+        ({"allOf": [{"allOf": [REF]}, Y]}, False),
+        ({**Y, "allOf": [REF]}, False),
+        ({**Y, **REF}, False),
+        ({**Y, "anyOf": [REF]}, False),
+        ({**Y, "oneOf": [REF]}, False),
+    ],
+)
+async def test_objects_are_closed_where_one_schema_describes_them(
+    llama: Served, parts: dict[str, Any], is_closed: bool
+) -> None:
+    schema = {"type": "object", **parts, "$defs": {"X": X}}
+    await post(llama, "/completion", prompt="ab", n_predict=4, json_schema=schema)
+    found = closed(deepcopy(schema))
+    assert ("additionalProperties" in found["$defs"]["X"]) is is_closed
+    assert ("additionalProperties" in found) is (is_closed and "properties" in parts)
 
 
 async def test_samplers_that_are_left_out_are_off(llama: Served) -> None:

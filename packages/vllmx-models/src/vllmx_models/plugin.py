@@ -15,8 +15,10 @@ from vllmx_core.plugins.specs import (
 )
 
 from vllmx_models.parsers import PARSERS
-from vllmx_models.text_types import TEXT_TYPES
+from vllmx_models.text_types import INNER_TEXTS, TEXT_TYPES
 from vllmx_models.verified import with_verification
+
+_AROUND = tuple(INNER_TEXTS)
 
 
 @hookimpl
@@ -88,14 +90,14 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("idefics3", "Idefics3ForConditionalGeneration", gguf=False),
         _model("internlm", "InternLMForCausalLM", "llama_variants", gguf=False),
         _model("internlm3", "InternLM3ForCausalLM", "llama_variants", gguf=False),
-        _model("internvl", "InternVLForConditionalGeneration", "image_chats"),
+        _model("internvl", "InternVLForConditionalGeneration", "image_chats", around=_AROUND),
         _model("jamba", "JambaForCausalLM", "mamba", gguf=True, table="JAMBA_GGUF"),
         _model("kimi_linear", "KimiLinearForCausalLM", gguf="kimi-linear"),
         _model("lfm2", "Lfm2ForCausalLM", gguf=True),
         _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe", table="MOE_GGUF"),
-        _model("lighton_ocr", "LightOnOcrForConditionalGeneration", "mistral3"),
+        _model("lighton_ocr", "LightOnOcrForConditionalGeneration", "mistral3", around=_AROUND),
         _model("llama", "LlamaForCausalLM", gguf=True),
-        _model("llava", "LlavaForConditionalGeneration", "image_chats"),
+        _model("llava", "LlavaForConditionalGeneration", "image_chats", around=_AROUND),
         _model("mimo", "MiMoForCausalLM", "llama_variants", gguf=False),
         _model("mimo_v2_flash", "MiMoV2FlashForCausalLM", gguf="mimo2"),
         _model("llama4", "Llama4ForCausalLM", gguf=True),
@@ -107,7 +109,7 @@ def _models() -> tuple[ModelSpec, ...]:
             _model("mistral", "MistralForCausalLM", among="llama"),
             gguf_among=("llama", "mistral3"),
         ),
-        _model("mistral3", "Mistral3ForConditionalGeneration"),
+        _model("mistral3", "Mistral3ForConditionalGeneration", around=_AROUND),
         _model("mistral4", "Mistral4ForCausalLM", "deepseek", gguf=True),
         _model("mixtral", "MixtralForCausalLM", "mistral", among="llama"),
         replace(
@@ -258,6 +260,7 @@ def _model(
     gguf: bool | str = False,
     table: str = "GGUF",
     among: str = "",
+    around: tuple[str, ...] = (),
 ) -> ModelSpec:
     """A model whose module, constructor, model_type and GGUF architecture are all called `name`.
 
@@ -273,6 +276,7 @@ def _model(
         gguf_names=(gguf if isinstance(gguf, str) else name,) if gguf else (),
         gguf=f"{module}:{table}" if gguf else "",
         gguf_among=(among,) if among else (),
+        around=around,
         text_types=TEXT_TYPES.get(name, {}),
     )
 

@@ -43,6 +43,23 @@ TEXT_TYPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "qwen3_moe": {"qwen3_omni_moe_text": _type(3584, 2048, 18944, 28, 28, 4, 32768, **_M)},
 }
 """Model -> model types -> defaults."""
+INNER_TEXTS: Mapping[str, str] = {
+    "cohere2": "cohere:cohere2",
+    "gemma": "gemma:gemma",
+    "gemma2": "gemma:gemma2",
+    "gpt_oss": "gpt_oss:gpt_oss",
+    "granite": "granite:granite",
+    "llama": "llama:llama",
+    "ministral3": "mistral:ministral3",
+    "mistral": "mistral:mistral",
+    "mixtral": "mistral:mixtral",
+    "phi3": "phi3:phi3",
+    "qwen2": "qwen:qwen2",
+    "qwen2_moe": "qwen_moe:qwen2_moe",
+    "qwen3": "qwen:qwen3",
+    "qwen3_moe": "qwen_moe:qwen3_moe",
+}
+"""Model types of texts that may be behind any tower -> their module of `families` and function."""
 TEXT_ARCHITECTURES: Mapping[str, str] = {
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",

@@ -92,6 +92,9 @@ class ModelSpec(_Spec):
     text_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of `model_type` of a text model inside a multimodal config that it serves, each with
     values for keys that such a config may omit."""
+    around: tuple[str, ...] = ()
+    """Values of `model_type` of the text models that a multimodal model can have; one with another
+    text model is served as that alone. Empty: it does not choose."""
     api: int = API_VERSION
 
     def load_gguf(self) -> Any:

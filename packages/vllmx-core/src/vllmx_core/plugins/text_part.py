@@ -33,12 +33,12 @@ _SPEECH = "talker."
 
 def text_config(registry: Registry, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the text model with its class in `architectures`; None if a plugin serves the
-    whole class, or none serves the text model. Raises UnsupportedModelError for a text model that
-    is not causal."""
-    names = architecture_names(dict(config))
-    if any(registry.find_model(name) is not None for name in names):
+    whole class around this text model, or none serves the text model. Raises UnsupportedModelError
+    for a text model that is not causal."""
+    names, inner = architecture_names(dict(config)), _inner(config)
+    whole = next(filter(None, map(registry.find_model, names)), None)
+    if whole is not None and _fits(whole, inner):
         return None
-    inner = _inner(config)
     if inner is None and not (names and any(config.get(key) for key in _PARTS)):
         return None
     text = _merged(config, inner)
@@ -53,6 +53,11 @@ def text_config(registry: Registry, config: Mapping[str, Any]) -> dict[str, Any]
     defaults = spec.text_types.get(str(text.get("model_type")), {})
     text = {**defaults, **text, **_without_axes(text)}
     return {**text, "architectures": [spec.architectures[0]]}
+
+
+def _fits(whole: ModelSpec, inner: Mapping[str, Any] | None) -> bool:
+    kind = None if inner is None else inner.get("model_type")
+    return kind is None or not whole.around or kind in whole.around
 
 
 def _without_axes(text: Mapping[str, Any]) -> dict[str, Any]:

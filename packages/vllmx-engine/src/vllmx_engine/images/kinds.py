@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ConfigError, shown
+from vllmx_core.errors import ConfigError, excerpt, shown
 
 from vllmx_engine.images.pieces import IdeficsImages, InternImages
 from vllmx_engine.images.processor import ImageProcessor
@@ -60,15 +60,15 @@ def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
     make = _OF_MODELS.get(str(config.get("model_type"))) or _KINDS.get(kind)
     if make is None:
         raise ConfigError(
-            f"{place} names the image processor {shown(kind)}, which is not known here;"
-            f" known: {', '.join(_KINDS)}"
+            f"{place} names the image processor {shown(kind)}, which is not known here; known:"
+            f" {', '.join(_KINDS)}; leave images out by --limit-images 0"
         )
     try:
         return make(config)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ConfigError(
-            f"{place} describes no image processor that can be used"
-            f" ({type(error).__name__}): download the file again"
+            f"{place} describes no image processor that can be used ({excerpt(str(error))}):"
+            " download the file again, or leave images out by --limit-images 0"
         ) from error
 
 

@@ -15,6 +15,7 @@ from vllmx_engine.images.processor import (
     ImageProcessor,
     levels_of,
     positive,
+    resampling,
     resized,
 )
 from vllmx_engine.wire.images import Pixels, PreparedImage
@@ -37,7 +38,7 @@ class IdeficsImages(ImageProcessor):
         if self._side < self.patch * self.merge or not config.get("do_resize", True):
             raise ValueError("squares of whole tokens")
         self._splits = bool(config.get("do_image_splitting", True))
-        self._resample = int(config.get("resample", LANCZOS))
+        self._resample = resampling(config, LANCZOS)
         self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
     def written(self, fit: Fit) -> str:
@@ -117,7 +118,7 @@ class InternImages(ImageProcessor):
             if rows * columns >= least
         ]
         self._shapes = sorted(shapes, key=math.prod)
-        self._resample = int(config.get("resample", BICUBIC))
+        self._resample = resampling(config, BICUBIC)
         self._levels = levels_of({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **config})
 
     def fit(self, height: int, width: int, where: str) -> Fit:

@@ -104,6 +104,8 @@ def levels_of(config: Mapping[str, Any]) -> F32:
         if means.shape != (3,) or stds.shape != (3,) or not stds.all():
             raise ValueError("a mean and a deviation for each of three colours")
         table = (table - means[:, None]) / stds[:, None]
+    if not np.isfinite(table).all():
+        raise ValueError("levels that are not finite")
     return table
 
 
@@ -132,4 +134,12 @@ def positive(config: Mapping[str, Any], name: str, default: int) -> int:
     value = default if given is None else int(given)
     if not 0 < value <= 1 << 12:
         raise ValueError(name)
+    return value
+
+
+def resampling(config: Mapping[str, Any], default: int) -> int:
+    """Pillow's number of the filter of a config. Raises ValueError for one that Pillow has not."""
+    value = int(config.get("resample", default))
+    if not 0 <= value <= 5:
+        raise ValueError("resample")
     return value

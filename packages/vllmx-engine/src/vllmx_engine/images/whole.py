@@ -20,6 +20,7 @@ from vllmx_engine.images.processor import (
     ImageProcessor,
     levels_of,
     positive,
+    resampling,
     resized,
 )
 from vllmx_engine.wire.images import Pixels, PreparedImage
@@ -43,7 +44,7 @@ class QwenImages(ImageProcessor):
         self.max_pixels = int(config.get("max_pixels") or most)
         if not 0 < self.min_pixels <= self.max_pixels or not config.get("do_resize", True):
             raise ValueError("a range of pixels to resize to")
-        self._resample = int(config.get("resample", BICUBIC))
+        self._resample = resampling(config, BICUBIC)
         self._levels = levels_of({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **config})
 
     def size(self, height: int, width: int, where: str) -> tuple[int, int]:
@@ -106,7 +107,7 @@ class GemmaImages(ImageProcessor):
         if side < tokens or not square or config.get("do_pan_and_scan"):
             raise ValueError("one square")
         self.merge = side // tokens
-        self._resample = int(config.get("resample", BILINEAR))
+        self._resample = resampling(config, BILINEAR)
         self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
     def size(self, height: int, width: int, where: str) -> tuple[int, int]:
@@ -126,7 +127,7 @@ class Gemma4Images(ImageProcessor):
         self.max_tokens = positive(config, "max_soft_tokens", 280)
         if not config.get("do_resize", True):
             raise ValueError("a number of tokens to resize to")
-        self._resample = int(config.get("resample", BICUBIC))
+        self._resample = resampling(config, BICUBIC)
         levels = levels_of({"do_normalize": False, **config})
         self._levels: F32 = 2 * (levels - np.float32(0.5))  # by the model, in the original
 
@@ -163,7 +164,7 @@ class PixtralImages(ImageProcessor):
         square = not isinstance(patch, Mapping) or patch.get("width") == self.patch
         if not square or "height" in size or not config.get("do_resize", True):
             raise ValueError("square patches and a longest edge")
-        self._resample = int(config.get("resample", BICUBIC))
+        self._resample = resampling(config, BICUBIC)
         self._levels = levels_of({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **config})
 
     def size(self, height: int, width: int, where: str) -> tuple[int, int]:
@@ -221,7 +222,7 @@ class SiglipImages(ImageProcessor):
         square = self._side == positive(size, "width", 224) and self._side % self.patch == 0
         if not square or config.get("do_pad") or not config.get("do_resize", True):
             raise ValueError("one square")
-        self._resample = int(config.get("resample", BICUBIC))
+        self._resample = resampling(config, BICUBIC)
         self._levels = levels_of(config)
 
     def size(self, height: int, width: int, where: str) -> tuple[int, int]:

@@ -89,7 +89,7 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         kinds = found.get(old)
         if isinstance(kinds, list) and all(one in (0, 1) for one in kinds):
-            found = {new: [names[one] for one in kinds], **found}
+            found = {new: [names[int(one)] for one in kinds], **found}
             del found[old]
     if type(found.get("sliding_window_size")) is int:
         found["sliding_window"] = found["sliding_window_size"] + 1

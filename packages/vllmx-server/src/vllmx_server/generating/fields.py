@@ -28,24 +28,51 @@ def needed(value: T | None, where: str, name: str) -> T:
 
 
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+_LISTS = ("allOf", "anyOf", "oneOf")
+_SCHEMAS = ("items", "prefixItems", "additionalProperties", *_LISTS)
+_JOINED = ("properties", "$ref", "anyOf", "oneOf", "if", "dependentSchemas")
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema, changed in place so that objects have no properties but those that it names, as
-    llama.cpp and Ollama read one. Objects that `allOf` puts together stay open."""
+    llama.cpp and Ollama read one. Objects that several schemas describe together stay open, for
+    each of these names properties of its own."""
+    objects: list[dict[str, Any]] = []
+    together: list[dict[str, Any]] = []
     waiting: list[Any] = [schema]
     while waiting:
         found = waiting.pop()
         if isinstance(found, list):
             waiting += found
         elif isinstance(found, dict):
-            if "properties" in found and "allOf" not in found:
-                found.setdefault("additionalProperties", False)
+            if "properties" in found:
+                objects.append(found)
+            every = found.get("allOf")
+            count = len(every) if isinstance(every, list) else 0
+            if count + sum(name in found for name in _JOINED) > 1:
+                together.append(found)
             waiting += (found[name] for name in _SCHEMAS if name in found)
             mappings = (found[name] for name in _MAPPINGS if name in found)
             waiting += (each for one in mappings if isinstance(one, dict) for each in one.values())
+    left_open: set[int] = set()
+    while together:
+        found = together.pop()
+        if id(found) not in left_open:
+            left_open.add(id(found))
+            together += _described_by(found, schema)
+    for found in objects:
+        if id(found) not in left_open:
+            found.setdefault("additionalProperties", False)
     return schema
+
+
+def _described_by(found: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Other schemas of what `found` describes; `schema` has the definitions."""
+    others = [each for name in _LISTS if isinstance(one := found.get(name), list) for each in one]
+    kind, _, name = str(found.get("$ref")).removeprefix("#/").partition("/")
+    if isinstance(definitions := schema.get(kind), dict):
+        others.append(definitions.get(name))
+    return [each for each in others if isinstance(each, dict)]
 
 
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):

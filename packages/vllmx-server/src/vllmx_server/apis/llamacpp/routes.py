@@ -21,6 +21,8 @@ from vllmx_server.apis.llamacpp.schema import (
     DETOKENIZE,
     INFILL,
     TOKENIZE,
+    BiasMapping,
+    BiasPairs,
     CompletionRequest,
     DetokenizeRequest,
     InfillRequest,
@@ -115,14 +117,18 @@ def _asked(served: Served, body: CompletionRequest) -> Asked:
     return body.prompts(), params
 
 
-def _biases(served: Served, entries: Any) -> Iterator[tuple[str, float]]:
-    """Biases by token id; a text stands for each of its tokens."""
-    for key, bias in entries.items():
-        if key.isascii() and key.isdigit():
-            yield key, bias
+def _biases(served: Served, entries: BiasPairs | BiasMapping) -> Iterator[tuple[str, float]]:
+    """Biases by token id; a text stands for each of its tokens. Raises InvalidRequestError."""
+    has_keys = isinstance(entries, dict)
+    for token, bias in entries.items() if isinstance(entries, dict) else entries:
+        if bias is True:
+            raise field_error("logit_bias", f"of {shown(token)} is true: give a number or false")
+        value = -100.0 if bias is False else bias
+        if isinstance(token, int) or (has_keys and token.isascii() and token.isdigit()):
+            yield str(token), value
         else:
-            for token in served.llm.tokenizer.encode(key, False):
-                yield str(token), bias
+            for each in served.llm.tokenizer.encode(token, False):
+                yield str(each), value
 
 
 def _infilled(served: Served, body: InfillRequest) -> Asked:

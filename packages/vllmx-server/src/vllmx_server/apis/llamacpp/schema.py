@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from vllmx_core.errors import listing, shown
+from vllmx_core.errors import listing
+from vllmx_core.sampling import MAX_BIAS_ENTRIES
 
 from vllmx_server.generating.fields import accepting, check_harmless, closed, field_error
 from vllmx_server.generating.sampling import SamplingFields
@@ -15,7 +16,10 @@ from vllmx_server.schema import intervals as limits
 
 MAX_PROMPTS = 256
 MAX_NAMES = 64
-Path = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=256)]
+_MOST_BIASES = Meta(max_length=MAX_BIAS_ENTRIES)
+BiasPairs = Annotated[list[tuple[limits.TokenId | Text, float | bool]], _MOST_BIASES]
+BiasMapping = Annotated[dict[Text, float | bool], _MOST_BIASES]
 _SAMPLER = "this sampler is not built: use temperature, top_k, top_p or min_p"
 _HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "typical_p": ((1,), _SAMPLER),
@@ -81,15 +85,15 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """Another name of `n_predict`."""
     n_probs: limits.Likeliest | None = None
     repeat_penalty: limits.Factor | None = None
-    logit_bias: list[Any] | dict[str, float | bool] | None = None  # type: ignore[assignment]
+    logit_bias: BiasPairs | BiasMapping | None = None  # type: ignore[assignment]
     """Pairs of a token id, or a text with such tokens, and a bias, which is false for tokens that
-    never come; or a mapping."""
+    never come; or a mapping, in which keys of digits are ids."""
     return_tokens: bool | None = None
     n_cmpl: limits.Choices | None = None
     """The number of answers to each prompt; also `n`."""
     samplers: Annotated[list[str], Meta(max_length=MAX_NAMES)] | None = None
     """The samplers that are on. Their order is fixed."""
-    response_fields: Annotated[list[Path], Meta(max_length=MAX_NAMES)] | None = None
+    response_fields: Annotated[list[Text], Meta(max_length=MAX_NAMES)] | None = None
     """The fields of an answer that are sent, each by its path with slashes."""
 
     def __post_init__(self) -> None:
@@ -98,9 +102,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         self.n = self.n_cmpl or self.n
         if self.json_schema is not None:
             closed(self.json_schema)
-        if self.logit_bias:
-            given = self.logit_bias
-            self.logit_bias = dict(map(_bias, given if isinstance(given, list) else given.items()))
         for name, fields in _OFF.items():
             if self.samplers and name not in self.samplers:
                 for field, value in fields.items():
@@ -155,17 +156,6 @@ def _parts(row: Sequence[Part | list[Part]]) -> Parts:
             raise field_error("prompt", "mixes token ids with lists: give prompts or one prompt")
         found.append(each if isinstance(each, int) else _text(each))
     return found
-
-
-def _bias(entry: Any) -> tuple[str, float]:
-    match entry:
-        case [(int() | str()) as token, False]:
-            return str(token), -100.0
-        case [(int() | str()) as token, int() | float() as bias] if not isinstance(bias, bool):
-            return str(token), bias
-    raise field_error(
-        "logit_bias", f"has {shown(entry)}: give pairs of a token id or a text and a number"
-    )
 
 
 class Extra(msgspec.Struct, forbid_unknown_fields=True):
