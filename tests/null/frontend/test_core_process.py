@@ -202,7 +202,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     starting.cancel()
     with suppress(asyncio.CancelledError):
         await (await starting).shutdown()
-    assert len(asyncio.all_tasks()) == 1
+    await until(lambda: len(asyncio.all_tasks()) == 1)
     assert not caplog.records, "an error went to the log"
 
 
