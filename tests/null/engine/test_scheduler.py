@@ -300,7 +300,8 @@ def test_prefill_makes_progress_when_decodes_alone_miss_the_target() -> None:
     steps = [record.lengths for record in harness.loaded.records[before:]]
     assert all(len(lengths) > 1 for lengths in steps[:3]), "a step computed no part of the prompt"
     chunks = [lengths[1] for lengths in steps if len(lengths) > 1 and lengths[1] > 1]
-    assert sum(chunks) == 40 and min(chunks[:-1]) >= 4
+    assert sum(chunks) == 40
+    assert min(chunks[:-1]) >= 4
 
 
 def test_late_results_do_not_touch_the_next_owner_of_a_row() -> None:

@@ -61,12 +61,12 @@ class Found:
     """Seconds that a client sees; the first prompt, of which the scheduler learns, is not in it."""
 
     alone_s: list[float]
-    beside_s: list[float]
+    with_prompt_s: list[float]
 
     @property
     def stretch(self) -> float:
         """p99 between tokens while a prompt is computed, in times of the median without."""
-        return float(np.quantile(self.beside_s, 0.99) / np.median(self.alone_s))
+        return float(np.quantile(self.with_prompt_s, 0.99) / np.median(self.alone_s))
 
 
 def run(step_s: StepSeconds, num_rows: int, prompt: int) -> Found:
@@ -99,7 +99,7 @@ def run(step_s: StepSeconds, num_rows: int, prompt: int) -> Found:
             gaps.append(model.clock_s - before)
             has_come = f"prompt {number}" in names
         if number:
-            found.beside_s += gaps
+            found.with_prompt_s += gaps
     core.close()
     return found
 
