@@ -293,14 +293,15 @@ def test_prefill_makes_progress_when_decodes_alone_miss_the_target() -> None:
     harness.add([1] * 8, 50)
     for _ in range(4):
         harness.step()
+    before = len(harness.loaded.records)
     harness.add([2] * 40, 2)
-    for _ in range(3):
+    for _ in range(12):
         harness.step()
-    assert [record.lengths for record in harness.loaded.records[-3:]] == [
-        [1, 16],
-        [1, 16],
-        [1, 8],
-    ]
+    steps = [record.lengths for record in harness.loaded.records[before:]]
+    assert all(len(lengths) > 1 for lengths in steps[:3]), "a step computed no part of the prompt"
+    chunks = [lengths[1] for lengths in steps if len(lengths) > 1 and lengths[1] > 1]
+    assert sum(chunks) == 40
+    assert min(chunks[:-1]) >= 4
 
 
 def test_late_results_do_not_touch_the_next_owner_of_a_row() -> None:

@@ -25,6 +25,9 @@ _MAX_MARGIN = 2.0
 _PACE_WEIGHT = 0.25
 """The weight of the newest step in how fast the machine is now."""
 _GROWTH = 2.0
+_LEAST_PROGRESS = 4
+_NOISE = 1.25
+"""Large chunks may exceed the fit by so much before it counts as wrong for them."""
 _LEAST_STEP = 1.5
 """A step with prefill may always take so many times what its decodes take."""
 AUTO_S = 0.0
@@ -108,7 +111,7 @@ class StepCost:
     def __init__(self, target_s: float | None, min_chunk: int) -> None:
         self.target_s = target_s
         self.min_chunk = min_chunk
-        """Progress that prefill makes in each step whatever the target says."""
+        """The least chunk until one was measured, and of a step's second."""
         self._rings: tuple[F32, ...] = tuple(
             np.zeros((_REMEMBERED, _FEATURES + 1), np.float32) for _ in range(2)
         )
@@ -141,7 +144,11 @@ class StepCost:
             return
         kind = 1 if load.chunk_tokens else 0
         if kind and self._seen[kind] >= _LEAST_SEEN:  # a fit of fewer steps predicts nothing
-            self._compare(self.predict(load), elapsed_s)
+            coefficients = self._coefficients()
+            chunk_s = coefficients[_CHUNK_TOKENS] * load.chunk_tokens
+            chunk_s += coefficients[_CHUNK_WORK] * load.chunk_work
+            over_s = (self._bias(load.chunk_tokens) - 1.0) * chunk_s
+            self._compare(self.predict(load) + over_s, elapsed_s)
         self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load[: _FEATURES - 1], elapsed_s)
         self._seen[kind] += 1
         self._fit = None
@@ -220,6 +227,12 @@ class StepCost:
         return self._seen[1] > 0
 
     @property
+    def first_chunk(self) -> int:
+        """Tokens of the first chunk of a step whatever the target says. Once their cost is known
+        they are few: on processors without tile units 16 tokens take longer than many decodes."""
+        return min(self.min_chunk, _LEAST_PROGRESS) if self.knows_chunks else self.min_chunk
+
+    @property
     def knows_towers(self) -> bool:
         """True once a step with a tower pass was measured."""
         return len(self._passes) > 0
@@ -287,7 +300,22 @@ class StepCost:
         if seconds <= 0.0 or not self._seen[1]:
             return 0.0
         known = float(self._rings[1][:, _CHUNK_TOKENS].max())
-        return min(self._fitting(seconds, start), _GROWTH * known)
+        fitting = min(self._fitting(seconds, start), _GROWTH * known)
+        return min(fitting, self._fitting(seconds / self._bias(fitting), start))
+
+    def _bias(self, tokens: float) -> float:
+        """Measured over fitted seconds of remembered chunks of at least half this size, at least 1:
+        time is not linear in tokens, and the many small chunks hide what the few large ones took.
+        """
+        steps = self._rings[1][: min(self._seen[1], _REMEMBERED)]
+        large = steps[2 * steps[:, _CHUNK_TOKENS] >= tokens]
+        coefficients = np.array(self._coefficients())
+        fitted = large[:, :_FEATURES] @ coefficients
+        of_chunk = large[:, _CHUNK_TOKENS:_FEATURES] @ coefficients[_CHUNK_TOKENS:]
+        if not of_chunk.all() or not len(large):
+            return 1.0
+        bias = float(np.median(1.0 + (large[:, -1] - fitted) / of_chunk))
+        return max(1.0, bias / _NOISE)
 
     def _fitting(self, seconds: float, start: int) -> float:
         per_token, per_work = self._coefficients()[_CHUNK_TOKENS], self._coefficients()[_CHUNK_WORK]

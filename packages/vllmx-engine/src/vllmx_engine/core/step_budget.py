@@ -216,11 +216,13 @@ class StepBudget:
         if not sequence.all_scored:
             room = min(room, self._logits + max(0, sequence.num_scored - start))
         size, least = min(wanted, room), sequence.least_chunk(start)
-        seconds = self._left(self._of_images[1] if sequence.has_images_from(start) else math.inf)
+        has_images = sequence.has_images_from(start)
+        seconds = self._left(self._of_images[1] if has_images else math.inf)
         if seconds < math.inf:
             affordable = self._cost.chunk_tokens(seconds, start)
-            if not self._has_chunks:
-                affordable = max(affordable, self._cost.min_chunk)
+            if not self._has_chunks:  # passes of a tower may leave a prompt with images no seconds
+                progress = self._cost.min_chunk if has_images else self._cost.first_chunk
+                affordable = max(affordable, progress)
             size = int(min(size, affordable))
         if self._has_chunks and size < min(wanted, self._least_chunk):
             return 0
