@@ -11,11 +11,13 @@ import pytest
 from .conftest import RunningServer, running_server
 
 HELLO = [{"role": "user", "content": "Hello!"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {"city": {"enum": ["Paris", "Rome"]}}
+CLOSED = {"type": "object", "additionalProperties": False}  # texts of any length end by chance
+PARAMETERS = {**CLOSED, "properties": CITY, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
-NAME = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
+NAME = {**CLOSED, "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
 NAMED = {"type": "json_schema", "json_schema": {"name": "N", "schema": NAME, "strict": True}}
 SHORT = {"temperature": 0, "max_tokens": 8}
 
@@ -161,7 +163,7 @@ def test_what_programs_for_ollama_ask_before_a_chat(neighbour: RunningServer) ->
 @pytest.mark.parametrize("client", OTHERS)
 def test_requests_of_other_programs(neighbour: RunningServer, client: str) -> None:
     path, body, where = OTHERS[client]
-    answer = neighbour.post(path, {"model": "demo", **body})
+    answer = neighbour.post(path, {"model": "demo", "temperature": 0, **body})
     assert answer.status_code == 200, answer.text
     value = answer.json()
     for name in where.split("."):
