@@ -174,20 +174,22 @@ class StdioTransport:
         traceback: TracebackType | None,
     ) -> None:
         self._leaving = True
-        if self._has_left:
-            await self._left(_CODE_S)
-        self._tasks[1].cancel()  # it closes the server's input
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         try:
+            if self._has_left:
+                await self._left(_CODE_S)
+            self._tasks[1].cancel()  # it closes the server's input
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             await self._left(_LEAVE_S)
-        finally:
+        finally:  # also where this is cancelled, perhaps twice
             self.let_go()
-            await self._left(_KILLED_S)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
-            self._process._transport.close()  # type: ignore[attr-defined]  # pipes may be left
+            try:
+                await self._left(_KILLED_S)
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks)
+            finally:  # pipes may be left
+                self._process._transport.close()  # type: ignore[attr-defined]
 
     def let_go(self) -> None:
         """Kills what is left of the process. Safe from any thread, and twice."""
