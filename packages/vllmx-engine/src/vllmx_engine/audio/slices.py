@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from vllmx_core.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 Sliced = Generator[None, None, T]
@@ -47,6 +49,8 @@ class SliceThreads:
     async def run(self, client: str, work: Sliced[T]) -> T:
         """Returns or raises the result of `work`. Cancelling ends it behind the slice at hand.
         Raises EngineDeadError once closed."""
+        import asyncio  # `LLM` starts without it
+
         turn = self._turns.setdefault(client, asyncio.Lock())
         loop = asyncio.get_running_loop()
         while True:
