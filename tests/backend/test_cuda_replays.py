@@ -64,7 +64,7 @@ LENGTHS = [(3, 3, 2), (1, 4, 3), (6, 1, 1), (2, 2, 2), (12, 1, 1)]
 
 
 def verified(loaded: LoadedModel, keeps: bool) -> list[StepResult]:
-    """Verifies drafts, all tokens but the last of which are kept."""
+    """Verifies drafts and keeps all of their tokens but the last."""
     random = np.random.default_rng(3)
     free = iter(range(200))
     starts, states = [len(prompt) for prompt in PROMPTS], [next(free) for _ in PROMPTS]

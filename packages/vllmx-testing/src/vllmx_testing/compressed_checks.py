@@ -47,7 +47,7 @@ def compressed_model(
     picked: int = 3,
     index_size: int = 16,
 ) -> tuple[SyntheticModel, ArraySource]:
-    """Two layers, of which the second reads what the first found."""
+    """Two layers; the second reads what the first found."""
     builder = Builder(VOCAB, seed)
     builder.embedding("embed", HIDDEN)
     builder.rope("rope", ROTARY)

@@ -30,7 +30,7 @@ _SLOWEST = 64 << 10
 
 
 class Multipart(ABC):
-    """The parts of one body, of which one is a file. Methods raise InvalidRequestError for a body
+    """The parts of one body; one of them is a file. Methods raise InvalidRequestError for a body
     that is broken.
 
     Attributes:

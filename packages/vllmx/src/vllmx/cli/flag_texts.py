@@ -145,6 +145,6 @@ HELP: Mapping[str, str] = {
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
     "tool_parser": "How calls of tools are read: a format of `vllmx parsers`, auto or none.",
-    "reasoning_parser": "How thoughts are told from content: a format, auto or none.",
+    "reasoning_parser": "The format by which thoughts are parted from content, auto or none.",
     "prefer": "Plugin that serves what another (or vllmx itself) provides too; may be repeated.",
 }
