@@ -265,7 +265,7 @@ class BatchBuilder:
 
 def _selector(rows: AnyArray) -> AnyArray | slice:
     """A slice for rows 0 ... R - 1 in this order, else the rows themselves."""
-    if rows[0] == 0 and rows[-1] == rows.size - 1 and (rows[1:] > rows[:-1]).all():
+    if rows[-1] == rows.size - 1 and rows[0] == 0 and not np.count_nonzero(rows[1:] <= rows[:-1]):
         return slice(0, rows.size)
     return rows
 

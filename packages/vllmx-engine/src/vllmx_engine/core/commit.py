@@ -133,7 +133,8 @@ class Committer:
         drafts = step.batch.drafts
         if drafts is not None:  # not known yet, see `_verify`
             full[drafts.index] = False
-        self._file(step.rows[full], step.context_len[full])
+        if np.count_nonzero(full):
+            self._file(step.rows[full], step.context_len[full])
         if self._scheduler.states is not None:
             self._scheduler.states.file(step.number, step.rows, step.epochs, step.context_len)
         if self._scheduler.blocks.has_windows:

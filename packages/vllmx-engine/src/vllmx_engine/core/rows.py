@@ -145,7 +145,7 @@ class RowTable:
     def ready(self) -> AnyArray:
         """Rows that can decode one token now, ascending."""
         high = self._high
-        rows = np.flatnonzero(self.computed[:high] < self.feed_end[:high])
+        rows = (self.computed[:high] < self.feed_end[:high]).nonzero()[0]
         return rows if self.num_stages == 1 else self._of_one_stage(rows)
 
     def _of_one_stage(self, rows: AnyArray) -> AnyArray:

@@ -164,7 +164,7 @@ class RowsBuilder:
         if self._kept is not None:
             version, kept, kept_starts, owners, sampling = self._kept
             same = version == self._table.version and kept_starts.size == starts.size
-            same = same and kept.size == rows.size and bool((kept == rows).all())
+            same = same and kept.size == rows.size and not np.count_nonzero(kept != rows)
             if same and (drafts is None or (kept_starts == starts).all()):
                 sampling.position = position
                 if drafts is not None:
