@@ -174,8 +174,8 @@ class PixtralImages(ImageProcessor):
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         if not height or not width:
             raise InvalidRequestError(
-                f"{where} is an image of which one side is more than {self._longest} times the"
-                " other: send a part of it",
+                f"{where} is an image with one side more than {self._longest} times the other: send"
+                " a part of it",
                 param=where,
             )
         factor = self.patch * self.merge
