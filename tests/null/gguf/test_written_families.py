@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo-v2-flash": ("mimo2", SMALL | {
         "architectures": ["MiMoV2FlashForCausalLM"], "n_routed_experts": 4, "head_dim": 32,
         "v_head_dim": 16, "sliding_window": 24, "partial_rotary_factor": 0.5,
-        "layer_types": ["full_attention", "sliding_attention"], "swa_num_key_value_heads": 4,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2, "swa_num_key_value_heads": 4,
     }),
     "dots1": ("dots1", SMALL | {
         "architectures": ["Dots1ForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 2,

@@ -182,6 +182,7 @@ def _drafters() -> tuple[ModelSpec, ...]:
             "Eagle3DraftModel",
         ),
         "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+        "gemma4_assistant": ("Gemma4AssistantForCausalLM",),
     }
     return tuple(
         ModelSpec(name.lower(), f"vllmx_models.families.{kind}:{kind}", (name,))

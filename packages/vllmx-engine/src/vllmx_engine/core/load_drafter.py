@@ -105,9 +105,11 @@ def _with_room(options: LoadOptions, target: Model, drafter: Model, free_bytes: 
     where the target would take a share of all."""
     if options.num_kv_blocks is not None or options.kv_cache_memory_bytes is not None:
         return options
+    spec = drafter.shape.drafts
+    reads_pages = spec is not None and spec.reads_pages
     tokens = [
         sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in model.shape.kv_specs)
-        for model in (target, drafter)
+        for model in ((target,) if reads_pages else (target, drafter))
     ]
     shared = {spec.parts for spec in target.weights()}
     own = (spec for spec in drafter.weights() if spec.parts not in shared)
@@ -291,7 +293,9 @@ def _options(
 ) -> LoadOptions:
     info = target.info
     is_part = kind == "twin" or (kind == "layers" and len(info.cache_windows) == 1)
-    shares = is_part and isinstance(target, HasPages)
+    if reads_pages := model.shape.drafts is not None and model.shape.drafts.reads_pages:
+        _check_pages(target)
+    shares = (is_part or reads_pages) and isinstance(target, HasPages)
     # A drafter of hidden states computes all tokens of its target, whatever its config claims.
     longest = model.shape.max_model_len if hidden is None else max_model_len
     return LoadOptions(
@@ -311,6 +315,15 @@ def _options(
         enforce_eager=found.config.enforce_eager,
         progress=found.progress,
     )
+
+
+def _check_pages(target: LoadedModel) -> None:
+    if not isinstance(target, HasPages):
+        raise ConfigError(
+            f"backend {target.info.backend!r} lets no drafter read the model's keys and values yet:"
+            " choose --backend cpu or numpy, or another drafter",
+            param="speculate",
+        )
 
 
 def _hidden_states(model: Model, target: LoadedModel) -> Any:
