@@ -320,7 +320,7 @@ SHAPES: dict[str, Shape] = {
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
     # its head apart, so that what follows an id is known: see bench/speculate.py
     "qwen3-0.6b-chain": Shape(1024, 3072, 28, 16, 8, tie_word_embeddings=False, chain=4.0),
-    "qwen3-0.6b-weak-chain": Shape(1024, 3072, 28, 16, 8, tie_word_embeddings=False, chain=0.3),
+    "qwen3-0.6b-weak-chain": Shape(1024, 3072, 28, 16, 8, tie_word_embeddings=False, chain=0.45),
     "qwen3-tiny-chain": Shape(
         64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096,
         tie_word_embeddings=False, chain=4.0,

@@ -8,8 +8,8 @@
 Each engine serves the model twice or more, without drafts and with them, on as many threads.
 Requests are greedy, one at a time, and each server gets the same ones, in turn. `tokens_per_s`
 counts the tokens behind the first one: median and range over the rounds. `ratio` is to the same
-engine without drafts, `accepted` the share of draft tokens that were kept, `as_known` whether the
-text was that of our server without drafts.
+engine without drafts, `accepted` the share of draft tokens that were kept in the requests before
+the timed ones, `as_known` how many of their texts were those of our server without drafts.
 
 The model counts (`chain` in model_shapes.py): behind each id it draws the next one, in every engine
 and type, for the cost of any model of its shape. `ngram`: the prompt is a file, a run of ids with

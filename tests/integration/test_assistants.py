@@ -133,7 +133,15 @@ def speculating(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"max_num_batched_tokens": 16}, {"backend": "numpy"}, {"speculate_tokens": "16"}]
+    "more",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"speculate_tokens": "16"},
+        {"backend": "numpy"},
+        {"backend": "torch"},
+        {"backend": "metal"},
+    ],
 )
 def test_drafts_are_those_of_the_modules(
     saved: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
@@ -141,6 +149,7 @@ def test_drafts_are_those_of_the_modules(
     """Behind chunks of prompts, kept and rejected drafts, next to other rows, and far behind the
     window."""
     folder, oracle = saved
+    backend_spec(more.get("backend", "cpu"))
     drafts = draft_runs.recorded_drafts(monkeypatch)
     with LLM(str(folder / "target"), **speculating(folder, **more)) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -177,7 +186,5 @@ def test_an_assistant_of_another_model(saved: tuple[Path, Oracle], tmp_path: Pat
         with pytest.raises(ConfigError, match=error) as caught:
             LLM(str(saved[0] / "target"), **CONFIG, speculate=f"model:{tmp_path}")
         assert caught.value.param == "speculate"
-    with pytest.raises(ConfigError, match="choose --backend cpu or numpy"):
-        LLM(str(saved[0] / "target"), **speculating(saved[0], backend="torch"))
     with pytest.raises(UnsupportedModelError, match="serve 'TARGET' with --speculate model:"):
         LLM(str(saved[0] / "assistant"))

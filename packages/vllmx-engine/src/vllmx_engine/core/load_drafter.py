@@ -293,9 +293,10 @@ def _options(
 ) -> LoadOptions:
     info = target.info
     is_part = kind == "twin" or (kind == "layers" and len(info.cache_windows) == 1)
-    if reads_pages := model.shape.drafts is not None and model.shape.drafts.reads_pages:
-        _check_pages(target)
-    shares = (is_part or reads_pages) and isinstance(target, HasPages)
+    pages = target.pages if is_part and isinstance(target, HasPages) else None
+    if model.shape.drafts is not None and model.shape.drafts.reads_pages:
+        pages = hidden.pages
+    shares = pages is not None
     # A drafter of hidden states computes all tokens of its target, whatever its config claims.
     longest = model.shape.max_model_len if hidden is None else max_model_len
     return LoadOptions(
@@ -309,21 +310,12 @@ def _options(
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
         group_caches=shares,
-        pages=target.pages if shares and isinstance(target, HasPages) else None,
+        pages=pages,
         hidden=hidden,
         num_threads=found.config.num_threads,
         enforce_eager=found.config.enforce_eager,
         progress=found.progress,
     )
-
-
-def _check_pages(target: LoadedModel) -> None:
-    if not isinstance(target, HasPages):
-        raise ConfigError(
-            f"backend {target.info.backend!r} lets no drafter read the model's keys and values yet:"
-            " choose --backend cpu or numpy, or another drafter",
-            param="speculate",
-        )
 
 
 def _hidden_states(model: Model, target: LoadedModel) -> Any:
