@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, UnsupportedModelError
 from vllmx_demo.source import MODEL_FOLDER
@@ -62,6 +64,7 @@ class Oracle:
             "vocab_size_per_layer_input": 0,
             "attention_k_eq_v": config.get("attention_k_eq_v", False),
         }
+        self.text = text
         read = transformers.Gemma4AssistantConfig(
             text_config=text, backbone_hidden_size=config["hidden_size"], **more
         )
@@ -172,6 +175,89 @@ def test_assistants_change_no_answer(saved: tuple[Path, Oracle]) -> None:
         assert stats.num_draft_tokens > 100
         assert stats.num_accepted_tokens > 0
         assert stats.num_preemptions > 0 or "num_kv_blocks" not in schedule
+
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "layer_scalar": "layer_output_scale.weight",
+}
+"""Tensors of a layer in files of llama.cpp."""
+
+
+def write_gguf(folder: Path, text: dict[str, Any], path: Path) -> None:
+    """An assistant as llama.cpp's converter writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    text, arch = config["text_config"] | text, "gemma4-assistant"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(text["num_hidden_layers"])
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_uint32(f"{arch}.embedding_length_out", config["backbone_hidden_size"])
+    writer.add_uint32(f"{arch}.nextn_predict_layers", text["num_hidden_layers"])
+    writer.add_uint32(f"{arch}.attention.shared_kv_layers", text["num_hidden_layers"])
+    writer.add_feed_forward_length(text["intermediate_size"])
+    writer.add_head_count(text["num_attention_heads"])
+    slides = [kind == "sliding_attention" for kind in text["layer_types"]]
+    whole = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
+    writer.add_head_count_kv([text["num_key_value_heads"] if one else whole for one in slides])
+    for name, size in (("", text["global_head_dim"]), ("_swa", text["head_dim"])):
+        for part in ("key", "value"):
+            writer.add_uint32(f"{arch}.attention.{part}_length{name}", size)
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_sliding_window(text["sliding_window"])
+    writer.add_array(f"{arch}.attention.sliding_window_pattern", slides)
+    ropes = text["rope_parameters"]
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_float32(f"{arch}.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
+    model = json.loads((MODEL_FOLDER / "tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    half = text["global_head_dim"] // 2
+    turned = int(ropes["full_attention"].get("partial_rotary_factor", 1.0) * half)
+    divisors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    outer |= {f"{one}_projection": f"nextn.{one}_projection" for one in ("pre", "post")}
+    for name, values in load_file(folder / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            number, rest = stem.removeprefix("model.layers.").split(".", 1)
+            stem = f"blk.{number}.{NAMES[rest]}"
+        if stem in outer or stem.startswith("blk."):
+            stem = outer.get(stem, stem).removesuffix(".weight")
+            writer.add_tensor(f"{stem}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_an_assistant_in_a_gguf_file(
+    saved: tuple[Path, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved[0]
+    write_gguf(folder / "assistant", saved[1].text, tmp_path / "assistant.gguf")
+    drafts, greedy = draft_runs.recorded_drafts(monkeypatch), SamplingParams(temperature=0.0)
+    found = []
+    for path in (folder / "assistant", tmp_path / "assistant.gguf"):
+        config = speculating(folder, speculate=f"model:{path}")
+        with LLM(str(folder / "target"), **config) as llm:
+            llm.generate(PROMPTS, greedy, use_tqdm=False)
+        found.append(list(drafts))
+        drafts.clear()
+    assert found[0] == found[1]
+    assert len(found[0]) > 6
 
 
 def test_an_assistant_of_another_model(saved: tuple[Path, Oracle], tmp_path: Path) -> None:
