@@ -3,11 +3,14 @@ bit."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors.numpy import save_file
+from vllmx_core.model import OWN_TENSOR
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
@@ -17,6 +20,8 @@ from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.images import PreparedImage
 from vllmx_engine.wire.messages import CoreStats
+from vllmx_models.families.gemma4_assistant import gemma4_assistant
+from vllmx_testing.model_suite import random_weights
 
 from tests.usable_backends import backend_spec
 
@@ -139,3 +144,32 @@ def test_a_twin_changes_no_answer(served: tuple[Family, Path]) -> None:
         found, stats = answers(served, speculate="twin", speculate_tokens="3", **options)
         assert found == plain
         assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def assistant_of(folder: Path, target: Path) -> Path:
+    """A random assistant of a Gemma 4 with images."""
+    theirs = json.loads((target / "config.json").read_text())
+    text = {key: one for key, one in theirs["text_config"].items() if key != "per_layer_config"}
+    size = text["hidden_size"]
+    text |= {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 16}
+    text |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "global_head_dim": 24}
+    text |= {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0}
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "text_config": text}
+    config |= {"model_type": "gemma4_assistant", "backbone_hidden_size": size}
+    source = random_weights(gemma4_assistant({**config, "target_config": theirs}), 1)
+    own = [name for name in source.names() if "language_model" not in name]  # not the target's
+    names = {name: name.removeprefix(OWN_TENSOR) for name in own}
+    tensors = {ours: source.part(name).dequantize() for name, ours in names.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("served", ["gemma4"], indirect=True)
+def test_an_assistant_changes_no_answer(served: tuple[Family, Path], tmp_path: Path) -> None:
+    plain, _ = answers(served)
+    drafting = {"speculate": f"model:{assistant_of(tmp_path, served[1])}", "speculate_tokens": "3"}
+    for options in SCHEDULES:
+        found, stats = answers(served, **drafting, **options)
+        assert found == plain
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
