@@ -244,6 +244,8 @@ def main() -> None:
     add("--peers-dir", type=Path, default=BENCH / ".peers", help="where peers are installed")
     add("--json", type=output_file, help="write the table to this file")
     options = parser.parse_args()
+    if unknown := ", ".join({*options.peers} - {*PEERS}):
+        parser.error(f"unknown peer {unknown}; known: {', '.join(PEERS)}")
     options.peers_dir = options.peers_dir.absolute()
     options.draft_tokens = options.draft_tokens or (4 if options.drafter == "twin" else 16)
     (weights,) = weights_of(options.model, [])

@@ -3,7 +3,8 @@
 The target's steps keep hidden states in a store on the device (`vllmx_core.model.TapSpec`). The
 drafter computes the same tokens with them, each with the id that follows it, so that its keys and
 values lie in blocks of the same numbers as the target's and are shared, freed and found with them.
-It drafts behind the last of these tokens, by feeding its own hidden states and ids back.
+It drafts behind the last of these tokens, by feeding its own hidden states and ids back. One that
+reads its target's keys and values (`DraftSpec.reads_pages`) only does the latter.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class HiddenDrafter(DraftModel):
             self._running.clear()
 
     def _compute(self, seen: Seen) -> None:
-        if self._spec.reads_pages:  # the target's, which has them
+        if self._spec.reads_pages:  # there is nothing to compute
             return
         while len(self._running) > 1:
             self._wait(self._running[0][0])
