@@ -17,7 +17,7 @@ class Hidden(Record):
     matrices: Mapping[Any, Any]
     """Loaded matrices by the backend's key of tied weights. A drafter loads none that is here."""
     pages: Any
-    """For `LoadOptions.pages` of a drafter with `DraftSpec.reads_pages`."""
+    """The target's KV pages: `LoadOptions.pages` of a drafter with `DraftSpec.reads_pages`."""
 
 
 def hidden_of(

@@ -1,8 +1,8 @@
 """Gemma 4's assistants (Gemma4AssistantForCausalLM): a few layers of queries, which read the keys
 and values of their target's last layers. They read its hidden states and its embedding too.
 
-A drafted token has no keys and values, so all tokens of a draft stand at the position of the last
-id, behind the context of all ids before it.
+A drafted token has no keys and values, so all queries of a draft have the position of the last id
+and see the ids before it.
 """
 
 from __future__ import annotations
