@@ -17,6 +17,7 @@ in F32; "codes" and "exponents" are bytes of MXFP4."""
 Arrange = Literal["none", "value_rows", "qkv_rows", "value_columns"]
 """An arrangement for a GGUF that has the value heads of a delta net tiled over its key heads, not
 grouped."""
+WEIGHT_STD = 0.02
 Named = tuple[str, str, tuple[int, ...], Kind, Arrange]
 
 
@@ -30,6 +31,9 @@ class Tensor:
     shape: tuple[int, ...]
     kind: Kind = "weight"
     arrange: Arrange = "none"
+    std: float = WEIGHT_STD
+    follows: str = ""
+    """The tensor of whose drawn numbers row r has those of row r - 1; empty: of none."""
 
     @property
     def kept_in_f32(self) -> bool:
@@ -68,6 +72,9 @@ class Shape:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    chain: float = 0.0
+    """Above 0: the head looks for the embedding of the id before, drawn with this deviation. Where
+    it outweighs what the layers add, the model counts: each id is followed by the next one."""
 
     @property
     def architecture(self) -> tuple[str, str, str]:
@@ -84,7 +91,8 @@ class Shape:
     def tensors(self) -> Iterator[Tensor]:
         """Every weight of the model in the order of the file."""
         table = (self.vocab_size, self.hidden_size)
-        yield Tensor("model.embed_tokens.weight", "token_embd.weight", table)
+        embedding = "model.embed_tokens.weight"
+        yield Tensor(embedding, "token_embd.weight", table, std=self.chain or WEIGHT_STD)
         for i in range(self.num_hidden_layers):
             for name, gguf_name, size, kind, arrange in self.layer(i):
                 ours = name if name.endswith(("A_log", "dt_bias")) else f"{name}.weight"
@@ -92,7 +100,8 @@ class Shape:
                 yield Tensor(f"model.layers.{i}.{ours}", f"blk.{i}.{theirs}", size, kind, arrange)
         yield Tensor("model.norm.weight", "output_norm.weight", (self.hidden_size,), "norm")
         if not self.tie_word_embeddings:
-            yield Tensor("lm_head.weight", "output.weight", table)
+            follows = embedding if self.chain else ""
+            yield Tensor("lm_head.weight", "output.weight", table, follows=follows)
 
     def layer(self, index: int) -> Iterator[Named]:
         """The weights of one layer; names without ".weight"."""
@@ -309,6 +318,13 @@ SHAPES: dict[str, Shape] = {
         64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096
     ),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
+    # its head apart, so that what follows an id is known: see bench/speculate.py
+    "qwen3-0.6b-chain": Shape(1024, 3072, 28, 16, 8, tie_word_embeddings=False, chain=4.0),
+    "qwen3-0.6b-weak-chain": Shape(1024, 3072, 28, 16, 8, tie_word_embeddings=False, chain=0.45),
+    "qwen3-tiny-chain": Shape(
+        64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096,
+        tie_word_embeddings=False, chain=4.0,
+    ),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, tie_word_embeddings=False),

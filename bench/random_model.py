@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 from expert_shapes import EXPERT_SHAPES
-from model_shapes import SHAPES, Shape, Tensor
+from model_shapes import SHAPES, WEIGHT_STD, Shape, Tensor
 from numpy.typing import NDArray
 from rich.progress import Progress
 from synthetic_vocab import Vocabulary, make_vocabulary, tokenizer_config, tokenizer_json
 
-WEIGHT_STD = 0.02
 NORM_STD = 0.05
 GGUF_NAME = "bf16.gguf"
 
@@ -34,7 +33,9 @@ def random_bytes(tensor: Tensor, seed: int, norm_offset: float = 0.0) -> NDArray
 
 
 def _generator(tensor: Tensor, seed: int) -> np.random.Generator:
-    return np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
+    return np.random.Generator(
+        np.random.SFC64([seed, zlib.crc32((tensor.follows or tensor.name).encode())])
+    )
 
 
 def random_bf16(tensor: Tensor, seed: int, norm_offset: float = 0.0) -> NDArray[np.uint16]:
@@ -49,7 +50,9 @@ def random_bf16(tensor: Tensor, seed: int, norm_offset: float = 0.0) -> NDArray[
         case "decay":
             values += 1.0
         case "weight" | "router":
-            values *= WEIGHT_STD
+            values *= tensor.std
+    if tensor.follows:
+        values = np.roll(values, 1, axis=0)
     return to_bf16(values)
 
 

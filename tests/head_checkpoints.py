@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +38,10 @@ class Family:
     hidden_first: bool = False
     copies: tuple[str, str] | None = None
     """The layer's own embedding and head."""
+    own_names: tuple[str, str] | None = None
+    """(a name in other layers, the name in this one)."""
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the config for a model of this layer alone."""
 
     @staticmethod
     def of_layer(config: dict[str, Any]) -> set[str]:
@@ -64,6 +68,11 @@ NEMOTRON = Family(
 MIMO = Family(
     "model.mtp_layers.0", "model.mtp_layers.0", "token_layernorm", "hidden_layernorm", "input_proj",
     "final_layernorm", hidden_first=True,
+)  # fmt: skip
+MIMO_V2 = Family(
+    "model.mtp.layers.0", "model.mtp.layers.0", "enorm", "hnorm", "eh_proj", "final_layernorm",
+    own_names=("post_attention_layernorm", "pre_mlp_layernorm"),
+    kinds={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
 )  # fmt: skip
 
 
@@ -143,7 +152,7 @@ def save_with_head(
     one |= {"layer_types": ["full_attention"], "full_attention_interval": 1, "mlp_only_layers": []}
     one |= {"mlp_layer_types": ["sparse"], "hybrid_override_pattern": "*E"}
     kept = {key for key in one if key in config} | family.of_layer(config)
-    layer = make({key: value for key, value in one.items() if key in kept})
+    layer = make({key: value for key, value in one.items() if key in kept} | {**family.kinds})
     generator = torch.Generator().manual_seed(5)
     tensors = load_file(folder / "model.safetensors")
     module, size = family.module.format(count), config["hidden_size"]
@@ -153,6 +162,8 @@ def save_with_head(
         for name, tensor in load_file(Path(other) / "model.safetensors").items():
             if (found := _LAYER.match(name)) is not None:
                 rest = name[found.end() :]
+                if family.own_names is not None:
+                    rest = rest.replace(*family.own_names)
                 tensors[f"{layers}.{int(first) + int(found[1])}.{rest}"] = tensor
             elif name.endswith((".norm.weight", ".norm_f.weight")):
                 tensors[f"{module}.{family.norm}.weight"] = tensor

@@ -71,9 +71,9 @@ class Router:
         x = ops.embedding(step.tokens, w["embed"])
         stream = ResidualStream(ops, w, spec.norm, x)
         for number, layer in enumerate(spec.layers):
-            scope = LayerScope(ops, w, step, number, number, 0, trunk._tables, x)
+            scope = LayerScope(ops, w, step, number, number, 0, trunk.tables, x)
             if number < self.layer:
-                trunk._layer(layer, stream, scope)
+                trunk.layer(layer, stream, scope)
         trunk._mix(layer, stream, scope)
         read = trunk._read("mlp_norm", layer.norms.named, stream, scope)
         return ops.logits(read, step.logit_rows, w[f"layers.{self.layer}.router"])

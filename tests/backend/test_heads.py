@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 from ..head_checkpoints import (  # noqa: TID252
     DEEPSEEK,
     MIMO,
+    MIMO_V2,
     NEMOTRON,
     QWEN,
     Family,
@@ -43,9 +44,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Family]] = {
     "Qwen3.5": (recurrent.TestQwen35.config, QWEN),
     "Qwen3.5 with experts": (recurrent.TestQwen35Moe.config, QWEN),
     "DeepSeek V3": (experts.TestDeepSeekV3.config, DEEPSEEK),
+    "DeepSeek V3.2": (experts.TestDeepSeekV32.config, DEEPSEEK),
+    "GLM-5": (experts.TestGlmMoeDsa.config, DEEPSEEK),
     "GLM-4.7-Flash": (experts.TestGlm4MoeLite.config, DEEPSEEK),
     "GLM-4.5": (experts.TestGlm4Moe.config, DEEPSEEK),
     "MiMo": (MIMO_CONFIG, MIMO),
+    "MiMo-V2-Flash": (experts.TestMiMoV2Flash.config, MIMO_V2),
     "Nemotron 3": (recurrent.TestNemotronH.config, NEMOTRON),
 }
 BACKENDS = [

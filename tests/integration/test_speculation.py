@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
-from vllmx_core.errors import ConfigError
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plugins.registry import load_registry
+from vllmx_cpu.backend import CpuBackend
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.core import load, load_drafter
 from vllmx_engine.wire.messages import CoreStats
@@ -223,3 +226,20 @@ def test_a_damaged_draft_model_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ConfigError, match="draft model cannot be loaded"):
         LLM("demo", speculate=f"model:{tmp_path}")
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads, load_model = [], CpuBackend.load
+
+    def scarce(backend: CpuBackend, model: Any, source: Any, options: LoadOptions) -> Any:
+        loads.append(model)
+        free = 1 << 20 if len(loads) > 1 else options.free_bytes
+        return load_model(backend, model, source, replace(options, free_bytes=free))
+
+    monkeypatch.setattr(CpuBackend, "load", scarce)
+    with pytest.raises(CapacityError, match="leaves room for it") as caught:
+        LLM("demo", backend="cpu", speculate="twin", max_model_len=64)
+    assert caught.value.param == "speculate"
+    assert len(loads) == 2

@@ -92,6 +92,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1, "first_k_dense_replace": 2,
     }),
+    "mimo-v2-flash": ("mimo2", SMALL | {
+        "architectures": ["MiMoV2FlashForCausalLM"], "n_routed_experts": 4, "head_dim": 32,
+        "v_head_dim": 16, "sliding_window": 24, "partial_rotary_factor": 0.5,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2, "swa_num_key_value_heads": 4,
+    }),
     "dots1": ("dots1", SMALL | {
         "architectures": ["Dots1ForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 2,
         "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "norm_topk_prob": True,

@@ -24,7 +24,7 @@ from . import test_written_families as families
 from . import test_written_hybrids as written
 
 Arrays = dict[str, np.ndarray]
-NAMES = ("glm4-moe", "deepseek-v3", "deepseek-v3.2", "glm-4.7-flash", "glm-5")
+NAMES = ("glm4-moe", "deepseek-v3", "deepseek-v3.2", "glm-4.7-flash", "glm-5", "mimo-v2-flash")
 CASES: dict[str, dict[str, Any]] = {
     **{name: dict(written.CASES[name]) for name in ("qwen35", "qwen35moe", "qwen3next")},
     **{name: dict(families.CASES[name][1]) for name in NAMES},

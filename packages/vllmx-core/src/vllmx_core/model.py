@@ -183,6 +183,10 @@ class TapSpec(Record):
         return points + [(self.own_rows, width) for width in self.own]
 
 
+OWN_TENSOR = "own."
+"""The prefix by which a drafter names a tensor of its file that its target's file has too."""
+
+
 class DraftSpec(Record):
     """The inputs of a drafter that reads hidden states. It computes each token of its target's
     steps: row t of `StepPlan.feature_rows` names the hidden states of the token at `positions[t]`,
@@ -202,6 +206,9 @@ class DraftSpec(Record):
     """The id that stands for a token of a block."""
     from_last: bool = False
     """True if the first token of a block is drafted at the last id, not at the first mask."""
+    reads_pages: bool = False
+    """True if it has no keys and values: it reads its target's, `ModelShape.caches` are those, and
+    it computes drafted tokens alone, each at the last position of the context before its id."""
 
 
 class ModelShape(Record):

@@ -29,6 +29,8 @@ _OF_MODELS = ("draft_model", "eagle3", "dflash")
 """vLLM's methods that are models; config.json says which."""
 _OF_FILES = ("draft", "draft-simple", "draft-eagle3", "draft-dflash")
 """llama.cpp's types of the same."""
+_OF_ASSISTANTS = ("mtp", "gemma4_mtp")
+"""vLLM's methods that may name a model, an assistant; without one they mean the target's heads."""
 _KEYS = ("method", "model", "num_speculative_tokens")
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "disable_logprobs": (False,),
@@ -89,7 +91,8 @@ def speculative_config(given: str | Mapping[str, Any]) -> dict[str, str]:
     if method is None and model in ("ngram", "[ngram]"):
         model, method = None, "ngram"
     found = {"speculate": "auto"}
-    if method is not None and (ours := drafter(str(method))) is not None:
+    ours = None if method is None else drafter(str(method))
+    if ours is not None and not (model is not None and method in _OF_ASSISTANTS):
         found["speculate"] = ours
     elif model is not None:
         found["speculate"] = draft_model(str(model))

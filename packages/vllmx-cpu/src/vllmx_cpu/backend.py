@@ -113,7 +113,7 @@ class CpuBackend:
             recorded,
             sizes.recorded,
             tower,
-            hidden_of(model.shape, lowering.features, weights.tied),
+            hidden_of(model.shape, lowering.features, weights.tied, lowering.pages),
         )
 
 

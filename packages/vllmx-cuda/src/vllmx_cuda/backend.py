@@ -155,9 +155,7 @@ def _load(
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
-    lowering = _lowering(
-        model, device, sizes, weights, products, options.hidden, wgmma=wgmma, ranks=ranks
-    )
+    lowering = _lowering(model, device, sizes, weights, products, options, wgmma=wgmma, ranks=ranks)
     tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
     last_ids = device.zeros(4 * sizes.max_rows["L"])
     result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
@@ -192,7 +190,7 @@ def _load(
         for spec in sizes.specs
         if isinstance(matrix := weights[spec.name], Matrix)
     }
-    hidden = hidden_of(model.shape, lowering.features, matrices)
+    hidden = hidden_of(model.shape, lowering.features, matrices, lowering.pages)
     cache = lowering.pages, lowering.states
     return CudaLoadedModel(info, program, cache, tower, hidden), tunables
 
@@ -209,18 +207,19 @@ def _lowering(
     sizes: LoadSizes,
     weights: Mapping[str, Weight],
     products: ProductScratch,
-    hidden: Hidden | None,
+    options: LoadOptions,
     *,
     wgmma: bool,
     ranks: DeviceRanks | None,
 ) -> Lowering:
-    """Allocates the caches and buffers that the launches use, but for the store of a target."""
+    """Allocates the caches and buffers that the launches use, but for those of a target."""
+    hidden: Hidden | None = options.hidden
     features = [device.zeros(4 * rows * width) for rows, width in sizes.features]
     return Lowering(
         device,
         sizes.dtype,
         weights,
-        allocate(sizes.kv, device),
+        options.pages or allocate(sizes.kv, device),
         allocate_states(model.shape.states, sizes.kv.states, device),
         sizes.kv.block_size,
         kind_of(sizes.kv.dtype),

@@ -118,7 +118,8 @@ class MetalBackend:
             num_feature_rows=feature_rows(model.shape, options),
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        pages, states = allocate(kv), allocate_states(model.shape.states, kv.states.num_slots)
+        pages = options.pages or allocate(kv)
+        states = allocate_states(model.shape.states, kv.states.num_slots)
         held = info.weight_bytes + info.kv_cache_bytes + kv.states.num_bytes
         keep_resident(device, held, step_bytes)
         hidden: MetalHidden | None = options.hidden
@@ -126,8 +127,8 @@ class MetalBackend:
         owns_thread = hidden is None
         if hidden is not None:
             features = list(hidden.parts)
-        elif kept := hidden_of(model.shape, features, loader.matrices):
-            hidden = MetalHidden(kept.parts, kept.matrices, owner)
+        elif kept := hidden_of(model.shape, features, loader.matrices, pages):
+            hidden = MetalHidden(kept.parts, kept.matrices, pages, owner)
         return MetalLoadedModel(
             recording.steps,
             weights,

@@ -183,11 +183,20 @@ def _drafters() -> tuple[ModelSpec, ...]:
         ),
         "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     }
-    return tuple(
+    found = [
         ModelSpec(name.lower(), f"vllmx_models.families.{kind}:{kind}", (name,))
         for kind, architectures in names.items()
         for name in architectures
+    ]
+    table = "vllmx_models.formats.gguf.gemma4:ASSISTANT"
+    assistant = ModelSpec(
+        "gemma4_assistant",
+        "vllmx_models.families.gemma4_assistant:gemma4_assistant",
+        ("Gemma4AssistantForCausalLM",),
+        gguf_names=("gemma4-assistant",),
+        gguf=table,
     )
+    return (*found, assistant)
 
 
 def _llamas() -> tuple[ModelSpec, ...]:

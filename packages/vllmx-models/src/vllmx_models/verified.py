@@ -68,6 +68,7 @@ _DRAFTERS = (
     "Eagle3DraftModel",
     "Eagle3LlamaForCausalLM",
     "Eagle3Speculator",
+    "Gemma4AssistantForCausalLM",
     "LlamaForCausalLMEagle3",
 )
 _ENCODERS = (

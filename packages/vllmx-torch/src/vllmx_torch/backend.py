@@ -140,7 +140,7 @@ class TorchBackend:
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
-        pages = allocate(kv, device)
+        pages = options.pages or allocate(kv, device)
         states = () if foreign else allocate_states(model.shape, kv, device)
         features = tuple(
             torch.zeros(size, device=device) for size in feature_shapes(model.shape, options)
@@ -158,7 +158,7 @@ class TorchBackend:
             recording.tower,
             features,
             ranks_of(options.communicator, device, recording.steps.ops),
-            hidden_of(model.shape, features, loader.matrices),
+            hidden_of(model.shape, features, loader.matrices, pages),
             adapters=slots,
         )
 

@@ -16,10 +16,12 @@ class Hidden(Record):
     """The parts of the feature store for hidden states, arrays of the backend's kind."""
     matrices: Mapping[Any, Any]
     """Loaded matrices by the backend's key of tied weights. A drafter loads none that is here."""
+    pages: Any
+    """The target's KV pages: `LoadOptions.pages` of a drafter with `DraftSpec.reads_pages`."""
 
 
 def hidden_of(
-    shape: ModelShape, features: Sequence[Any], matrices: Mapping[Any, Any]
+    shape: ModelShape, features: Sequence[Any], matrices: Mapping[Any, Any], pages: Any
 ) -> Hidden | None:
     """Returns the share of a model for its drafter; None where no drafter reads it.
 
@@ -28,7 +30,7 @@ def hidden_of(
     """
     if shape.taps is None:
         return None
-    return Hidden(features[len(features) - len(shape.taps.shapes(0)) :], matrices)
+    return Hidden(features[len(features) - len(shape.taps.shapes(0)) :], matrices, pages)
 
 
 def shared_matrices(hidden: Hidden | None) -> dict[Any, Any]:

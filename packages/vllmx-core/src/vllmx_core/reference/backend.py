@@ -241,16 +241,17 @@ class ReferenceBackend:
         features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))
         if options.hidden is not None:
             features = options.hidden.parts
+        pages = options.pages or _pages(cache, dtype)
         return ReferenceLoadedModel(
             recording.steps,
             weights,
-            options.pages or _pages(cache, dtype),
+            pages,
             states,
             info,
             recording.tower,
             features,
             options.communicator,
-            hidden_of(model.shape, features, {}),
+            hidden_of(model.shape, features, {}, pages),
             adapters=slots,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.errors import WeightFormatError
+from vllmx_core.model import OWN_TENSOR
 from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.weights.map import assemble, choices
 from vllmx_core.weights.part import SourceOver, WeightPart, WeightSource, dense_part
@@ -79,17 +80,19 @@ class MaskedTable(SourceOver):
 
 class DrafterWeights:
     """A `WeightSource` over a drafter's file and the tensors `borrowed` of its target, closed
-    together."""
+    together. Where both have a name, the drafter's tensor has `OWN_TENSOR` before it."""
 
     def __init__(self, own: WeightSource, target: WeightSource, borrowed: Collection[str]) -> None:
         self._own, self._target = own, target
         self._borrowed = {*borrowed} & {*target.names()}
 
     def names(self) -> Collection[str]:
-        return {*self._own.names(), *self._borrowed}
+        own = self._own.names()
+        return {*own, *self._borrowed, *(OWN_TENSOR + name for name in own)}
 
     def part(self, name: str) -> WeightPart:
-        return (self._target if name in self._borrowed else self._own).part(name)
+        source = self._target if name in self._borrowed else self._own
+        return source.part(name.removeprefix(OWN_TENSOR))
 
     def close(self) -> None:
         self._own.close()

@@ -3,7 +3,8 @@
 The target's steps keep hidden states in a store on the device (`vllmx_core.model.TapSpec`). The
 drafter computes the same tokens with them, each with the id that follows it, so that its keys and
 values lie in blocks of the same numbers as the target's and are shared, freed and found with them.
-It drafts behind the last of these tokens, by feeding its own hidden states and ids back.
+It drafts behind the last of these tokens, by feeding its own hidden states and ids back. One that
+reads its target's keys and values (`DraftSpec.reads_pages`) only does the latter.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class HiddenDrafter(DraftModel):
             self._running.clear()
 
     def _compute(self, seen: Seen) -> None:
+        if self._spec.reads_pages:  # there is nothing to compute
+            return
         while len(self._running) > 1:
             self._wait(self._running[0][0])
         handle = self._model.step(seen.plan, SamplingRows.greedy(0))
@@ -179,16 +182,23 @@ class HiddenDrafter(DraftModel):
         rows, lengths = drafts.rows, drafts.lengths
         own = self._own_rows[: rows.size]
         order = np.argsort(places)  # in which the first step draws
-        plan = seen.plan
-        plan.logit_rows = places[order].astype(np.int32)
-        plan.tap_rows = np.full(plan.num_tokens, -1, np.int32)
-        plan.tap_rows[places] = own
+        plan, ahead = seen.plan, np.int32(1)
+        if self._spec.reads_pages:
+            order, ahead = np.arange(rows.size), np.int32(0)
+            plan = self._next_plan(rows, lengths - np.int32(2))
+            plan.tokens = seen.plan.tokens[places]
+            assert seen.plan.feature_rows is not None, "the target keeps all hidden states"
+            plan.feature_rows, plan.tap_rows = seen.plan.feature_rows[places], own
+        else:
+            plan.logit_rows = places[order].astype(np.int32)
+            plan.tap_rows = np.full(plan.num_tokens, -1, np.int32)
+            plan.tap_rows[places] = own
         handle = self._model.step(plan, self._sampling(rows[order], lengths[order]))
         handles.append((handle, order, 0))
         drawn_by = -1 - np.argsort(order).astype(np.int32)
         for place in range(1, int(drafts.counts[0])):
             count = int((drafts.counts > place).sum())
-            plan = self._next_plan(rows[:count], lengths[:count] + np.int32(place - 2))
+            plan = self._next_plan(rows[:count], lengths[:count] - np.int32(2) + ahead * place)
             plan.tokens = drawn_by[:count].copy()
             plan.own_rows = plan.tap_rows = own[:count]
             table = self._table

@@ -105,9 +105,11 @@ def _with_room(options: LoadOptions, target: Model, drafter: Model, free_bytes: 
     where the target would take a share of all."""
     if options.num_kv_blocks is not None or options.kv_cache_memory_bytes is not None:
         return options
+    spec = drafter.shape.drafts
+    reads_pages = spec is not None and spec.reads_pages
     tokens = [
         sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in model.shape.kv_specs)
-        for model in (target, drafter)
+        for model in ((target,) if reads_pages else (target, drafter))
     ]
     shared = {spec.parts for spec in target.weights()}
     own = (spec for spec in drafter.weights() if spec.parts not in shared)
@@ -291,7 +293,10 @@ def _options(
 ) -> LoadOptions:
     info = target.info
     is_part = kind == "twin" or (kind == "layers" and len(info.cache_windows) == 1)
-    shares = is_part and isinstance(target, HasPages)
+    pages = target.pages if is_part and isinstance(target, HasPages) else None
+    if model.shape.drafts is not None and model.shape.drafts.reads_pages:
+        pages = hidden.pages
+    shares = pages is not None
     # A drafter of hidden states computes all tokens of its target, whatever its config claims.
     longest = model.shape.max_model_len if hidden is None else max_model_len
     return LoadOptions(
@@ -305,7 +310,7 @@ def _options(
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
         group_caches=shares,
-        pages=target.pages if shares and isinstance(target, HasPages) else None,
+        pages=pages,
         hidden=hidden,
         num_threads=found.config.num_threads,
         enforce_eager=found.config.enforce_eager,

@@ -44,15 +44,9 @@ class DrafterConfig:
 
     def __init__(self, config: Mapping[str, Any], architecture: str, method: str) -> None:
         outer = ConfigReader(config, architecture)
-        if not outer.has(_TARGET):
-            verifier = outer.part("speculators_config").part("verifier").config
-            raise UnsupportedModelError(
-                f"this is a drafter ({architecture}), which answers nothing by itself: serve"
-                f" {shown(verifier.get('name_or_path') or 'TARGET')} with --speculate model:DRAFTER"
-            )
+        target = text_config(target_config(outer), {})
         if config.get(_METHOD, method) != method:
             raise outer.error(_METHOD, f"is not served; {method} is")
-        target = text_config(config[_TARGET], {})
         inner = outer.part(_LAYERS).config
         own = {**target_dtype(target), "num_hidden_layers": 1, **inner, **config}
         if inner:
@@ -109,6 +103,18 @@ class DrafterConfig:
         layers = layer_specs(read, mixer, mlp, ropes, sliding, window)
         spec = decoder_spec(read, layers, default_positions=_POSITIONS, names=_NAMES)
         return replace(spec, tied_embeddings=False)
+
+
+def target_config(read: ConfigReader) -> Mapping[str, Any]:
+    """The config of a drafter's target. Raises UnsupportedModelError for a drafter alone."""
+    if not read.has(_TARGET):
+        verifier = read.part("speculators_config").part("verifier").config
+        raise UnsupportedModelError(
+            f"this is a drafter ({read.architecture}), which answers nothing by itself: serve"
+            f" {shown(verifier.get('name_or_path') or 'TARGET')} with --speculate model:DRAFTER"
+        )
+    found: Mapping[str, Any] = read.config[_TARGET]
+    return found
 
 
 def layer_ids(read: ConfigReader, key: str, offset: int = 0) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllmx_models.blocks.attention import AttentionMixer, AttentionNames
 from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.norms import LayerNorms
 from vllmx_models.blocks.rope import Rope
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
@@ -37,6 +38,7 @@ from vllmx_models.formats.gguf.architecture import (
 from vllmx_models.formats.gguf.hybrids import KV_HEADS, kv_heads_of, of_each_layer
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, LayerSpec
+from vllmx_models.trunks.heads import HeadNames
 
 DEFAULTS: Mapping[str, Any] = {
     "attention_value_scale": 0.707,
@@ -55,6 +57,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """The defaults of transformers for absent keys."""
 _KINDS = ("full_attention", "sliding_attention")
+_PREDICTION_NORMS = LayerNorms("input_layernorm", None, "pre_mlp_layernorm")
 _SINKS = ("add_full_attention_sink_bias", "add_swa_attention_sink_bias")
 
 
@@ -75,7 +78,25 @@ def mimo_v2_flash(config: Mapping[str, Any]) -> Decoder:
     moe, dense = shared_experts(read, sigmoid_router), dense_mlp(read)
     fed: list[FeedForward] = [moe if sparse else dense for sparse in sparse_layers(read)]
     layers = tuple(LayerSpec(*blocks) for blocks in zip(mixers, fed, strict=True))
-    return Decoder(decoder_spec(read, layers, default_positions=positions))
+    (rope,) = layer_ropes(read, head_size(read), [True], default_positions=positions)
+    predicting = LayerSpec(_mixer(read, rope, True), dense, _PREDICTION_NORMS)
+    spec = decoder_spec(read, layers, default_positions=positions)
+    return Decoder(replace(spec, prediction=_prediction(count, predicting)))
+
+
+def _prediction(num_layers: int, layer: LayerSpec) -> HeadNames:
+    """The first of three layers of multi-token prediction, which have a window and no experts."""
+    module, in_file = "model.mtp.layers.0", f"model.layers.{num_layers}"
+    return HeadNames(
+        "model.mtp.layers",
+        module,
+        norm="final_layernorm",
+        blocks=(layer,),
+        also=(
+            (f"{module}.pre_mlp_layernorm.", f"{in_file}.post_attention_layernorm."),
+            (f"{module}.", f"{in_file}."),
+        ),
+    )
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, encoder: Encoder | None = None) -> None:
         self.spec = spec
         self.encoder = encoder
-        self._tables = rope_tables(spec.layers)
+        self.tables = rope_tables(spec.layers)
 
     @property
     def shape(self) -> ModelShape:
@@ -234,7 +234,7 @@ class Decoder:
         return specs if also is None else tuple(renamed(one, *also) for one in specs)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
+        return {name: rope.table(max_model_len) for name, rope in self.tables.items()}
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         x = _scaled(ops, self.hidden(ops, w, step), self.spec.logit_scale)
@@ -244,14 +244,13 @@ class Decoder:
         """(T, E) the output of the last norm."""
         spec = self.spec
         x = self.first_input(ops, w, step)
-        placed = spec.features is not None and not spec.features.crossed
-        if placed:
+        if spec.features is not None and not spec.features.crossed:
             x = ops.place(x, step)
         stream = ResidualStream(ops, w, spec.norm, x)
         if spec.hyper is not None:
             stream = spec.hyper.stream(ops, w, spec.norm, x)
         spans = spec.features is not None and spec.features.spans
-        self.layers(stream, LayerScope(ops, w, step, 0, 0, 0, self._tables, x, spans))
+        self.layers(stream, LayerScope(ops, w, step, 0, 0, 0, self.tables, x, spans))
         x = stream.normed("norm")
         ops.tap(x, LAST_NORM)
         return x
@@ -262,7 +261,7 @@ class Decoder:
         num_added = 0 if features is None or features.crossed else features.parts - 1
         for index, layer in enumerate(self.spec.layers):
             stream.tap(index)
-            self._layer(layer, stream, scope)
+            self.layer(layer, stream, scope)
             cache, state = scope.cache, scope.state
             if layer.mixer is not None:
                 cache += layer.mixer.cache is not None
@@ -279,7 +278,8 @@ class Decoder:
         table = self.spec.positions
         return x if table is None else ops.add(x, table.record(ops, w, step))
 
-    def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+    def layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        """Records one layer over the stream."""
         if layer.norms.parallel:
             self._parallel(layer, stream, scope)
         else:

@@ -281,6 +281,8 @@ def _set_field(flag: ForeignFlag, field: str, ours: Any, fields: dict[str, Any])
     pair = f"{before} {ours}"
     if flag.joined is not None and pair in flag.joined:
         before = ours = flag.joined[pair]
+    elif "heads" in (before, ours) and "model:" in pair:  # llama.cpp's draft-mtp with an assistant
+        before = ours = pair.removeprefix("heads ").removesuffix(" heads")
     if before not in (None, (), ours):
         raise ConfigError(
             f"{flag.name} asks for {own} {ours}, which is given as {before!r} too: give one",

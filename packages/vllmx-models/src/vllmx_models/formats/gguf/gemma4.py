@@ -52,9 +52,10 @@ _STILL = 1e20
 """Frequencies with a larger divisor do not rotate."""
 
 
-def _config(header: GGUFHeader) -> dict[str, Any]:
+def _config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
     cap = "final_logit_softcapping"
     header.refuse_quirks(
+        *honoured,
         "attention.shared_kv_layers",
         "attention.sliding_window",
         "attention.sliding_window_pattern",
@@ -64,7 +65,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
     )
     count = header.integer("block_count")
     slides = header.flags("attention.sliding_window_pattern", count)
-    shared = header.integer("attention.shared_kv_layers", 0, low=0, high=count - 1)
+    shared = header.integer("attention.shared_kv_layers", 0, low=0, high=count)
     widths = header.integers("feed_forward_length", count)
     return {
         "hidden_size": header.integer("embedding_length"),
@@ -84,6 +85,13 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
         "rope_parameters": _ropes(header),
         "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id", 0),
     }
+
+
+def _assistant_config(header: GGUFHeader) -> dict[str, Any]:
+    """All layers of an assistant share keys and values, and it has no token embeddings by layer."""
+    size = "embedding_length_out"
+    config = _config(header, "nextn_predict_layers", size)
+    return config | {"backbone_hidden_size": header.integer(size), "use_double_wide_mlp": False}
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
@@ -177,4 +185,13 @@ def _ropes(header: GGUFHeader) -> dict[str, Any]:
     return {"full_attention": whole, "sliding_attention": local}
 
 
+ASSISTANT = GGUFArchitecture(
+    "Gemma4AssistantForCausalLM",
+    {
+        **_TENSORS,
+        "nextn.pre_projection": "pre_projection",
+        "nextn.post_projection": "post_projection",
+    },
+    config=_assistant_config,
+)
 GGUF = GGUFArchitecture("Gemma4ForCausalLM", _TENSORS, config=_config, states=_states)

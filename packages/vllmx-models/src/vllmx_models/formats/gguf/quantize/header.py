@@ -111,9 +111,11 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     experts = max((moe.count for moe in found if moe is not None), default=0)
     name = (table.with_experts if experts else "") or name
     metadata, extra = decoder_metadata(model.spec, mixer, name)
-    stated = {**table.states(model.spec), **table.kept(checkpoint.config)}
-    metadata |= {f"{name}.{key}": value for key, value in stated.items()}
     heads = _complete_heads(model, table, checkpoint.weights)
+    written = model.spec.layers + (() if heads is None else heads.spec.layers)
+    stated = table.states(replace(model.spec, layers=written))
+    stated = {**stated, **table.kept(checkpoint.config)}
+    metadata |= {f"{name}.{key}": value for key, value in stated.items()}
     if heads is not None:
         metadata |= {
             f"{name}.block_count": len(model.spec.layers) + 1,
