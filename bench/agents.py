@@ -91,7 +91,7 @@ def cases_of(options: argparse.Namespace, weights: Weights, disk: str) -> list[C
     if servers.LLAMA in options.peers:
         slot = length + -length % _SLOT_STEP
         room = servers.Room(max(1, tokens // slot), slot, threads)
-        for name, ram in ((servers.LLAMA, "0"), (f"{servers.LLAMA}, host memory", "-1")):
+        for name, ram in ((servers.LLAMA, "0"), (f"{servers.LLAMA} with host memory", "-1")):
             start = servers.start_of(
                 servers.LLAMA, peers_dir, weights, room, ["--cache-ram", ram, "-no-kvu"]
             )
@@ -136,9 +136,11 @@ async def turn(
                 first_s = time.perf_counter() - begin
             answer += new
             cached = max(cached, hits)
-    if not answer:
-        raise RuntimeError(f"{case.name} sent no token ids")
-    return first_s, answer, cached
+    if case.is_llama:  # it leaves out tokens that end within a character
+        answer += [0] * (length - len(answer))
+    if len(answer) != length:
+        raise RuntimeError(f"{case.name} sent {len(answer)} token ids, {length} were asked for")
+    return first_s or time.perf_counter() - begin, answer, cached
 
 
 def taken(event: Mapping[str, Any]) -> tuple[list[int], int]:

@@ -161,7 +161,7 @@ def test_agents_give_every_server_the_same_room(bench: Any, tmp_path: Path) -> N
     cases = agents.cases_of(options, model, "disk")
     words = [" ".join(case.start.command) for case in cases]
     # 160 tokens a session, half of 16 of them: 1280 tokens
-    assert [case.name for case in cases][3:] == ["llama.cpp", "llama.cpp, host memory", "vllm"]
+    assert [case.name for case in cases][3:] == ["llama.cpp", "llama.cpp with host memory", "vllm"]
     assert all("--num-gpu-blocks-override 80 " in each for each in words[:3])
     assert all(" -np 5 -c 1280 " in each for each in words[3:5])
     assert "--block-size 32 --num-gpu-blocks-override 40" in words[5]
