@@ -81,7 +81,7 @@ def cases_of(options: argparse.Namespace, weights: Weights, disk: str) -> list[C
     own = vllmx(
         *("--model", str(weights.model), "--served-model-name", weights.name),
         *("--max-num-seqs", str(options.sessions), "--max-model-len", str(length)),
-        *("--num-gpu-blocks-override", str(tokens // _BLOCK), "--num-threads", str(threads)),
+        *("--num-gpu-blocks-override", str(-(-tokens // _BLOCK)), "--num-threads", str(threads)),
     )
     kept = (("--session-share", "0"), ("--session-share", "0.9"), ("--kv-disk", disk))
     cases = [
@@ -99,7 +99,8 @@ def cases_of(options: argparse.Namespace, weights: Weights, disk: str) -> list[C
     if servers.VLLM in options.peers:
         flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
         flags += ["--block-size", str(_VLLM_BLOCK)]
-        flags += ["--num-gpu-blocks-override", str(tokens // _VLLM_BLOCK)]
+        blocks = -(-tokens // _VLLM_BLOCK) + 1  # one is never used
+        flags += ["--num-gpu-blocks-override", str(blocks)]
         room = servers.Room(options.sessions, length, threads)
         start = servers.start_of(servers.VLLM, peers_dir, weights, room, flags)
         cases.append(Case(servers.VLLM, start))

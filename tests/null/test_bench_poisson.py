@@ -164,4 +164,4 @@ def test_agents_give_every_server_the_same_room(bench: Any, tmp_path: Path) -> N
     assert [case.name for case in cases][3:] == ["llama.cpp", "llama.cpp with host memory", "vllm"]
     assert all("--num-gpu-blocks-override 80 " in each for each in words[:3])
     assert all(" -np 5 -c 1280 " in each for each in words[3:5])
-    assert "--block-size 32 --num-gpu-blocks-override 40" in words[5]
+    assert "--block-size 32 --num-gpu-blocks-override 41" in words[5]
