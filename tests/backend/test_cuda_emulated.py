@@ -30,6 +30,7 @@ from vllmx_testing.sparse_checks import FEATURES as SPARSE
 from vllmx_testing.synthetic import ArraySource, Builder
 
 from .cuda_models import _can_emulate
+from .test_token_by_token import TokenByTokenHarness, check_bits
 
 __all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator()
@@ -92,6 +93,15 @@ class TestCudaEmulated(BackendSuite):
     @pytest.mark.parametrize("features", CODED.values(), ids=CODED.keys())
     def test_attention_over_codes(self, kv: str, features: dict[str, Any]) -> None:
         super().test_attention_over_codes(kv, features)
+
+
+class _TokenByToken(TokenByTokenHarness):
+    def make_backend(self) -> Backend:
+        return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR), capture_s=0)
+
+
+def test_each_token_alone_gives_equal_bits() -> None:
+    check_bits(_TokenByToken())
 
 
 def test_all_chosen_cases_of_experts_are_there() -> None:

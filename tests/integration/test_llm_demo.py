@@ -251,3 +251,28 @@ def test_tools_offline(llm: LLM) -> None:
         assert isinstance(json.loads(call.arguments)["n"], int)
     with pytest.raises(InvalidRequestError, match="the tools of the request are: 'count'"):
         llm.chat(hello, params, tools=tools, tool_choice="other")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_sleeps_and_wakes(level: int) -> None:
+
+    def ids(llm: LLM) -> tuple[int, ...]:
+        (output,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+        return tuple(output.outputs[0].token_ids)
+
+    with LLM("demo", num_kv_blocks=64) as llm:
+        before = ids(llm)
+        assert llm.reset_prefix_cache()
+        with pytest.raises(InvalidRequestError, match="1 or 2, got '3'"):
+            llm.sleep(3)
+        llm.sleep(level)
+        llm.sleep(level)
+        assert llm.is_sleeping
+        with pytest.raises(EngineDeadError, match="closed"):
+            ids(llm)
+        with pytest.raises(InvalidRequestError, match="got 'gpu'"):
+            llm.wake_up(["gpu"])  # type: ignore[list-item]
+        llm.wake_up(["weights"])
+        llm.wake_up(["kv_cache"])
+        assert not llm.is_sleeping
+        assert ids(llm) == before

@@ -135,3 +135,33 @@ def test_cpu_time_of_a_server_is_its_own_and_that_of_all_behind_it(bench: Any) -
         alone_s, whole_s = server.cpu_s(), server.whole_cpu_s()
         parent.communicate(b"\n")
     assert whole_s > alone_s > 0
+
+
+def test_agents_read_ids_and_cached_tokens_of_all_servers(bench: Any) -> None:
+    taken = bench("agents").taken
+    assert taken({"choices": [{"token_ids": [3, 4]}], "usage": None}) == ([3, 4], 0)
+    usage = {"prompt_tokens_details": {"cached_tokens": 16}}
+    assert taken({"choices": [], "usage": usage}) == ([], 16)
+    assert taken({"choices": [], "usage": {"prompt_tokens_details": None}}) == ([], 0)
+    assert taken({"tokens": [5], "stop": False}) == ([5], 0)
+    assert taken({"tokens": [], "stop": True, "timings": {"cache_n": 7}}) == ([], 7)
+
+
+def test_agents_give_every_server_the_same_room(bench: Any, tmp_path: Path) -> None:
+    agents, weights = bench("agents"), bench("cpu_peers.weights")
+    for path in ("llama.cpp/build/bin/llama-server", "vllm-cpu/bin/python", "model.safetensors"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "bf16.gguf").touch()
+    options = argparse.Namespace(
+        system=48, turns=2, result=32, answer=16, share=0.5, sessions=16,
+        peers=["llama.cpp", "vllm"], peers_dir=tmp_path, only=[],
+    )  # fmt: skip
+    model = weights.Weights("bf16", tmp_path, tmp_path / "bf16.gguf")
+    cases = agents.cases_of(options, model, "disk")
+    words = [" ".join(case.start.command) for case in cases]
+    # 160 tokens a session, half of 16 of them: 1280 tokens
+    assert [case.name for case in cases][3:] == ["llama.cpp", "llama.cpp with host memory", "vllm"]
+    assert all("--num-gpu-blocks-override 80 " in each for each in words[:3])
+    assert all(" -np 5 -c 1280 " in each for each in words[3:5])
+    assert "--block-size 32 --num-gpu-blocks-override 41" in words[5]

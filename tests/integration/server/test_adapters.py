@@ -138,3 +138,31 @@ def test_an_adapter_that_is_deleted_or_damaged_in_use(
     shutil.rmtree(root / "gone")
     assert text(complete(adapted, "gone")) == before
     assert operate(adapted, "unload", lora_name="gone").status_code == 200
+
+
+def test_llama_cpp_names_adapters_by_number(root: Path) -> None:
+    flags = (f"--lora=cat={root / 'cat'}", f"--lora=dog={root / 'dog'}", "--apis=llamacpp")
+    with running_server(*flags) as server:
+        listed = server.get("/lora-adapters").json()
+        assert [(each["id"], Path(each["path"]).name) for each in listed] == [
+            (0, "cat"),
+            (1, "dog"),
+        ]
+        body = {"prompt": PROMPT, "n_predict": 12, "temperature": 0, "ignore_eos": True}
+
+        def content(**fields: Any) -> str:
+            response = server.post("/completion", body | fields)
+            assert response.status_code == 200, response.text
+            found: str = response.json()["content"]
+            return found
+
+        named = [text(complete(server, name)) for name in ("demo", "cat", "dog")]
+        asked = [[], [{"id": 0, "scale": 1.0}], [{"id": 1, "scale": 1}, {"id": 0, "scale": 0}]]
+        assert [content(lora=each) for each in asked] == named
+        for lora, said in (
+            ([{"id": 2, "scale": 1.0}], "no adapter 2 among 2"),
+            ([{"id": 0, "scale": 0.5}], "--lora-scaled"),
+            ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "--lora A,B"),
+        ):
+            refused = server.post("/completion", body | {"lora": lora})
+            assert (refused.status_code, said in refused.text) == (400, True), refused.text

@@ -176,6 +176,33 @@ def test_a_model_that_sleeps_has_no_core_until_it_is_woken(models: RunningServer
     assert models.core_pid() != core
 
 
+def test_a_model_sleeps_when_its_requests_have_ended(
+    fake_model: Path, fake_environment: dict[str, str]
+) -> None:
+    flags = ("--backend=fake", f"--model={fake_model}", "--admin-key=operator")
+    with running_server(*flags, environment=fake_environment) as server:
+        for query, name in (("level=3", "level"), ("mode=keep", "mode")):
+            refused = server.post(f"/sleep?{query}", headers=ADMIN)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        body = {"prompt": "hi", "max_tokens": 400, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
+            lines = answer.iter_lines()
+            assert next(lines)
+            refused = server.post("/sleep?level=2", headers=ADMIN)
+            assert refused.status_code == 400
+            assert "mode=abort" in refused.json()["error"]["message"]
+            slept = server.post("/sleep?level=1&mode=abort", headers=ADMIN)
+            assert slept.json()["state"] == "unloaded"
+            assert any('"abort"' in line for line in lines)
+        assert server.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True}
+        assert server.post("/wake_up?tags=gpu", headers=ADMIN).status_code == 400
+        woken = server.post("/wake_up?tags=weights&tags=kv_cache", headers=ADMIN)
+        assert woken.json()["state"] == "loaded"
+        again = server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        assert again.status_code == 200, "it is not paused"
+
+
 def sleeps(server: RunningServer) -> bool:
     """Whether a process says that the first model sleeps, and what to do."""
     refused = ask(server, "one")

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from vllmx_core.adapters import Adapter, AdapterRoom, LowRank
 from vllmx_core.config import EngineConfig
 from vllmx_core.model import DraftSpec
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.adapters import AdapterPool, HeldAdapter, StartAdapters
 from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.load_drafter import LoadedDrafter
@@ -96,6 +98,9 @@ class RecordingModel(FakeLoadedModel):
         self._record(plan)
         return super().forward(plan)
 
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        self.shifts[slot] = 0 if adapter is None else int(adapter.modules["w"].a[0, 0])
+
     def _record(self, plan: StepPlan) -> None:
         lengths = np.diff(plan.query_start)
         decodes = int((plan.tokens[plan.query_start[:-1]][lengths == 1] < 0).sum())
@@ -128,6 +133,8 @@ class Harness:
     clock: Callable[[], float] = time.monotonic
     connect: Any = None
     """Makes the connector of `kv_connector`."""
+    num_adapters: int = 0
+    """Slots for adapters."""
 
     def __post_init__(self) -> None:
         sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 32, "max_logit_rows": 32}
@@ -152,8 +159,12 @@ class Harness:
             if self.draft_model
             else None,
             clock=self.clock,
+            adapters=self._make_adapters(),
             connect=self.connect,
         )
+        self.shifts: dict[str, int] = {}
+        """What the adapter of each request adds to its tokens."""
+        self._roots: set[bytes] = set()
         self.requests: dict[str, CoreRequest] = {}
         if self.drafts is not None:
             wrong, count = self.drafts
@@ -175,6 +186,19 @@ class Harness:
         """Tokens of each row, by its epoch too, before each of the last steps: those that were
         launched before the oldest of these are known by now."""
 
+    def _make_adapters(self) -> AdapterPool | None:
+        if not self.num_adapters:
+            return None
+        self.loaded.shifts = np.zeros(self.num_adapters + 1, np.int32)
+        files: Any = None
+        start = StartAdapters(files, AdapterRoom(self.num_adapters, 8), 64)
+        return AdapterPool(self.loaded, start)
+
+    def load_adapter(self, name: str, shift: int) -> None:
+        """An adapter that adds this to tokens; it takes the place of another of its name."""
+        change = LowRank(np.full((1, 1), shift, np.float32), np.ones((1, 1), np.float32))
+        self.core.adapters.add(HeldAdapter.of(name, "", Adapter({"w": change})))
+
     def add(
         self,
         prompt: Sequence[int] | bytes,
@@ -194,6 +218,12 @@ class Harness:
             request_id=name, prompt=packed, params=params, max_tokens=max_tokens, **fields
         )
         self.requests[name] = request
+        digest, self.shifts[name] = "", 0
+        if request.adapter:
+            held = self.core.adapters.find(request.adapter)
+            assert held is not None
+            digest, self.shifts[name] = held.digest, int(held.adapter.modules["w"].a[0, 0])
+        self._roots.add(self.core._scheduler.cache.root(request.cache_salt, digest))
         self.ids[name] = []
         self.logprobs[name] = []
         self.core.add(request)
@@ -280,7 +310,6 @@ class Harness:
     def _check_cache(self) -> None:
         """Groups without a window have chains without holes, and count who follows whom."""
         cache = self.core._scheduler.cache
-        roots = {cache.root(request.cache_salt) for request in self.requests.values()}
         seen: list[int] = []
         for group, window in enumerate(self.core.limits.windows):
             blocks = [places[group] for places in cache._places.values() if places[group] >= 0]
@@ -288,7 +317,7 @@ class Harness:
             if window is None:
                 digests = {cache._entries[block][0] for block in blocks}
                 parents = Counter(cache._entries[block][1] for block in blocks)
-                assert parents.keys() <= digests | roots, "a cached block lost its parent"
+                assert parents.keys() <= digests | self._roots, "a cached block lost its parent"
                 assert cache._children[group] == parents, "children are counted wrongly"
         assert sorted(seen) == sorted(cache._entries), "a block is in two groups, or in none"
 
@@ -357,6 +386,7 @@ class Harness:
             seed=request.seed,
             stop_ids=request.stop_ids,
             bad_words_ids=request.bad_words_ids,
+            shift=self.shifts[name],
         )
 
     def check_output(self, name: str) -> None:
@@ -379,16 +409,23 @@ class Harness:
             codes = {"non_finite_logits"} | ({"invalid_request"} if is_limited else set())
             assert last.finish_reason == "error"
             assert last.error_code in codes
-        self._check_logprobs(request.params.logprobs, prompt, expected, self.logprobs[name])
+        wanted, shift = request.params.logprobs, self.shifts[name]
+        self._check_logprobs(wanted, prompt, expected, self.logprobs[name], shift)
         if request.params.prompt_logprobs is not None and expected:
             assert self.first[name].prompt_logprobs == []
             got = self.scored.get(name, [])
-            self._check_logprobs(request.params.prompt_logprobs, prompt[:1], prompt[1:], got)
+            wanted = request.params.prompt_logprobs
+            self._check_logprobs(wanted, prompt[:1], prompt[1:], got, shift)
         else:
             assert self.first[name].prompt_logprobs is None
 
     def _check_logprobs(
-        self, wanted: int | None, before: list[int], ids: list[int], got: list[TokenLogprobs]
+        self,
+        wanted: int | None,
+        before: list[int],
+        ids: list[int],
+        got: list[TokenLogprobs],
+        shift: int,
     ) -> None:
         if wanted is None:
             assert got == []
@@ -396,7 +433,7 @@ class Harness:
         assert [entry.token for entry in got] == ids
         history = list(before)
         for entry in got:
-            assert entry.rank == expected_rank(history, entry.token, self.rules)
+            assert entry.rank == expected_rank(history, entry.token, self.rules, shift)
             assert entry.logprob == -entry.rank / 4
             assert len(list(entry.ranked())) == wanted
             history.append(entry.token)

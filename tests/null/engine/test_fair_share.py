@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllmx_core.plan import SamplingRows, StepPlan
+from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.fair_queue import FairShare, WaitingQueue
-from vllmx_testing.fake import FakeRules
+from vllmx_testing.fake import FakeRules, FakeStep
 
 from .harness import Harness
 from .test_waiting import waiting
@@ -70,7 +73,7 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
     share.enter("b")
     charge(share, a=30, b=30)
     assert (share.service("a"), share.service("b")) == (15, 30)
-    share.charge_all(np.array([share.slot(client) for client in "ba" * 6]))
+    share.charge_all(np.array([share.slot(client) for client in "ba" * 6]), np.ones(12))
     assert (share.service("a"), share.service("b")) == (18, 36)
     share.enter("b", 4.0)  # its key was given another share
     charge(share, b=8)
@@ -127,3 +130,38 @@ def test_rows_are_shared_while_all_wait() -> None:
     for count in (12, 24, 36, 48):  # of 40 that "b" has in all
         num_b = sum(name.startswith("b") for name in harness.order[:count])
         assert abs(num_b - 3 * count / 4) <= 4
+
+
+def test_tokens_cost_what_steps_took() -> None:
+    cost = StepCost(None, 16)
+    assert cost.rates == (0.0, 1.0, 0.0, 1.0, 0.0), "before anything is known all tokens are equal"
+    for index in range(64):
+        decodes, context, chunk = index % 7, 50 * (index % 11), 32 * (index % 3)
+        load = StepLoad(decodes, context, chunk, 10.0 * chunk * (index % 5))
+        took = 4e-3 + 2e-3 * load[0] + 1e-5 * load[1] + 1e-4 * load[2] + 1e-7 * load[3]
+        cost.observe(load, took)
+    assert cost.rates == pytest.approx((4.0, 2.0, 0.01, 0.1, 1e-4), rel=0.05)
+
+
+def test_clients_share_seconds() -> None:
+    """Pairs of positions take most of the time here, so that a client with long prompts gets fewer
+    tokens than one with short ones: 200 tokens cost 2.2 s, 29 cost 75 ms."""
+    sizes = {"num_blocks": 200, "max_tokens": 256}
+    harness = Harness(
+        rules=FakeRules(48, eos_id=None), model=sizes, config={"max_num_seqs": 2}, max_model_len=512
+    )
+    step = harness.loaded.step
+
+    def timed(plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        handle = step(plan, rows)
+        handle._result.elapsed_s = 1e-3 * plan.num_tokens + 1e-4 * float((plan.positions + 1).sum())
+        return handle
+
+    harness.loaded.step = timed  # type: ignore[method-assign]
+    for number in range(100):
+        if number < 6:
+            harness.add([number, *[1] * 199], 1, name=f"long{number}", client="long")
+        harness.add([number % 40, number // 40, *[2] * 18], 10, client="short")
+    harness.run()
+    third = [index for index, name in enumerate(harness.order) if name.startswith("long")][3]
+    assert third > 45, "by tokens it would be after some 20 short ones"

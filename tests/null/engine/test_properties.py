@@ -41,6 +41,7 @@ CONFIGS = st.fixed_dictionaries(
         "target_itl": st.sampled_from(["none", "auto", "1"]),
         "state_snapshot_tokens": st.sampled_from([1, 20, 1000]),
         "session_share": st.sampled_from([0.0, 0.3, 1.0]),
+        "priority_reserve": st.sampled_from([0.0, 0.4]),
         "session_limit": st.sampled_from([1, 2, 64]),
     }
 )
@@ -97,6 +98,7 @@ FIELDS = st.fixed_dictionaries(
         "client": st.sampled_from(["", "a", "b"]),
         "cache_salt": st.sampled_from(["", "s"]),
         "session_id": st.sampled_from(["", "one", "two", "three"]),
+        "adapter": st.sampled_from(["", "x", "y", "z"]),
         "bad_words_ids": st.lists(st.lists(TOKENS, min_size=1, max_size=2), max_size=30),
         "stop_ids": st.lists(TOKENS, max_size=3),
     },
@@ -118,6 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         draft_model=DRAFT_MODELS,
         tiers=TIERS,
         fault=st.sampled_from(["", "lose", "damage", "swap", "text", "short", "raise"]),
+        num_adapters=st.sampled_from([0, 1, 2]),
     )
     def start(
         self,
@@ -132,6 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         draft_model: tuple[DraftSpec | None, str] | None,
         tiers: dict[str, Any],
         fault: str,
+        num_adapters: int,
     ) -> None:
         self.folder = TemporaryDirectory()
         if not config["enable_prefix_caching"]:
@@ -150,20 +154,14 @@ class EngineMachine(RuleBasedStateMachine):
         slots = config["max_num_seqs"] + (spare_slots or 0)
         sizes = {**model, "token_s": step_s, "num_state_slots": slots}
         self.store = FakeStore()
-        self.again = partial(Harness, sizes, config, rules, drafts, connect=self.store.connect)
+        again = partial(Harness, connect=self.store.connect, num_adapters=num_adapters)
+        self.again = partial(again, sizes, config, rules, drafts)
         if draft_model is not None and None in windows and model["num_stages"] == 1:
             spec, count = draft_model
             config = {**config, "speculate_tokens": count}
-            self.again = partial(
-                Harness,
-                sizes,
-                config,
-                rules,
-                draft_model=True,
-                draft_spec=spec,
-                connect=self.store.connect,
-            )
+            self.again = partial(again, sizes, config, rules, draft_model=True, draft_spec=spec)
         self.harness = self.again()
+        self.load_adapters(self.harness)
         self.store.fault, self.store.only = fault, "get" * (fault != "raise")
         self.harness.core._scheduler.prefixes.run_blocks = run_blocks
 
@@ -190,7 +188,20 @@ class EngineMachine(RuleBasedStateMachine):
         if follow and names:
             leader = self.harness.requests[names[-1]]
             prompt, fields = leader.prompt_ids.tolist(), {**fields, "leader": leader.request_id}
+        if not self.harness.num_adapters:
+            fields = {**fields, "adapter": ""}
         self.harness.add(prompt, max_tokens, params=params, **fields)
+
+    @rule(name=st.sampled_from(["x", "y", "z"]), shift=st.integers(1, 3))
+    def replace_adapter(self, name: str, shift: int) -> None:
+        """Requests in flight keep the one that they began with."""
+        if self.harness.num_adapters:
+            self.harness.core.adapters.remove(name)
+            self.harness.load_adapter(name, 1000 * shift)
+
+    def load_adapters(self, harness: Harness) -> None:
+        for shift, name in enumerate("xyz" if harness.num_adapters else "", start=1):
+            harness.load_adapter(name, 1000 * shift)
 
     @rule(index=st.integers(0, 50))
     def abort(self, index: int) -> None:

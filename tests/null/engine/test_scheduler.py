@@ -320,3 +320,49 @@ def test_late_results_do_not_touch_the_next_owner_of_a_row() -> None:
     harness.run()
     harness.check_outputs()
     harness.check_idle()
+
+
+def test_reserved_rows_wait_for_better_priorities() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 4, "priority_reserve": 0.5})
+    for index in range(4):
+        harness.add([index] * 9, 9)
+    harness.step()
+    assert harness.core.stats().num_running == 2
+    urgent = [harness.add([10 + index] * 9, 4, priority=-1) for index in range(2)]
+    lower = harness.add([20] * 9, 4, priority=3)
+    harness.step()
+    harness.step()
+    assert set(urgent) < set(harness.first)
+    assert lower not in harness.first
+    harness.run()
+    assert harness.core.stats().num_preemptions == 0
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_reserved_blocks_wait_for_better_priorities() -> None:
+    config = {"priority_reserve": 0.5, "enable_prefix_caching": False}
+    harness = Harness(rules=QUIET, model={"num_blocks": 14}, config=config)
+    first, second = (harness.add([index] * 30, 8) for index in range(2))  # four blocks, then five
+    harness.step()
+    assert harness.core.stats().num_running == 1, "the second would begin on reserved blocks"
+    urgent = harness.add([5] * 30, 8, priority=-1)
+    for _ in range(4):
+        harness.step()
+    assert urgent in harness.first
+    assert second not in harness.first
+    harness.run()
+    large = harness.add([7] * 58, 6)  # eight blocks: alone it may have them all
+    harness.run()
+    assert {first, second, urgent, large} == set(harness.last)
+    assert harness.core.stats().num_preemptions == 0
+    harness.check_outputs()
+
+
+def test_no_reserve_without_priorities() -> None:
+    config = {"max_num_seqs": 4, "priority_reserve": 0.5, "scheduling_policy": "fcfs"}
+    harness = Harness(rules=QUIET, config=config)
+    for index in range(4):
+        harness.add([index] * 9, 9)
+    harness.step()
+    assert harness.core.stats().num_running == 4

@@ -115,7 +115,7 @@ class EngineConfig:
     ray_address: str | None = None
     """Have a Ray cluster run the replicas: HOST:PORT of its head, or auto: the one of this host."""
     deterministic: bool = False
-    """Equal bits for every `tensor_parallel_size`: products are summed in a fixed order."""
+    """Equal bits for every `tensor_parallel_size`; in any batch where sums depend on shapes."""
     enable_prefix_caching: bool = True
     kv_host_memory: int = 0
     """Bytes in the host's memory for KV blocks that leave the device."""
@@ -134,6 +134,9 @@ class EngineConfig:
     """Seconds for which a session pins its blocks after its last request."""
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
+    priority_reserve: float = 0.0
+    """The part of the rows and KV blocks that priorities below 0 alone may take while others
+    run."""
     target_itl: str = "auto"
     """The milliseconds between tokens of running sequences while a prompt comes in, to which its
     chunks are sized; auto: twice what they take alone; none: the token budget alone decides."""
@@ -225,6 +228,7 @@ class EngineConfig:
             ("encoder_cache_memory", 0, 1 << 40),
             ("max_image_pixels", 1, 80_000_000),
             ("session_share", 0, 1),
+            ("priority_reserve", 0, 0.9),
             ("session_limit", 0, 1 << 20),
             ("session_age_s", 0, 1 << 31),
             ("kv_host_memory", 0, 1 << 50),

@@ -17,7 +17,7 @@ from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.pooling import PoolingBuilder
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.grammar.vocabulary import vocabulary_of
-from vllmx_engine.link.frontend import Frontend, Listener, Sleeper
+from vllmx_engine.link.frontend import IN_FLIGHT, Frontend, Listener, Sleeper
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.streams import Streams
 from vllmx_engine.text.gauge import Gauge
@@ -182,12 +182,13 @@ class AsyncCore(AsyncText):
         """Forgets an adapter; requests in flight keep it. Raises as `load_adapter`."""
         await self._frontend.change_adapters(name, None)
 
-    async def sleep(self) -> None:
-        """Ends the core, and frees what it holds, until `wake`. Raises InvalidRequestError while
-        requests are in flight, and where another process started the core."""
-        if self.num_in_flight:
-            raise InvalidRequestError("requests are in flight: have the model sleep when they end")
-        await self._own_core().sleep()
+    async def sleep(self, level: int = 2, *, force: bool = False) -> None:
+        """Ends the core, and frees what it holds, until `wake`. Level 1 keeps the files of weights
+        in the host's memory. Raises InvalidRequestError while requests are in flight (with `force`
+        these are lost), and where another process started the core."""
+        if self.num_in_flight and not force:
+            raise InvalidRequestError(IN_FLIGHT)
+        await self._own_core().sleep(level)
 
     async def wake(self) -> None:
         """Starts the core again. Raises what it met then."""

@@ -26,7 +26,6 @@ from vllmx_engine.client.arguments import (
 from vllmx_engine.client.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import choice_of
-from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
@@ -40,6 +39,7 @@ from vllmx_engine.client.pooling import (
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
 from vllmx_engine.client.request_limits import checked_ids
 from vllmx_engine.client.request_state import RequestState
+from vllmx_engine.client.sleeping import CanSleep
 from vllmx_engine.core.drafters import Drafter
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.speculation import Drafting
@@ -65,7 +65,7 @@ class Progress(Record):
     elapsed_s: float
 
 
-class LLM(HasEngine):
+class LLM(CanSleep):
     """A loaded model for scripts: `LLM("demo").generate("Once upon")[0].outputs[0].text`.
 
     Args:

@@ -147,6 +147,9 @@ class FakeLoadedModel:
             slots if self.rules.has_states else 0,
             verify_pages=verify_pages,
         )
+        self.shifts: I32 = np.zeros(1, np.int32)
+        """The number that is added to a row's tokens before they enter the cache, by the slot of
+        its adapter; the last entry is for rows without one."""
         self._last_ids: I32 = np.zeros(0, np.int32)
         self._busy_until = 0.0
         self._info = LoadedInfo(
@@ -208,7 +211,8 @@ class FakeLoadedModel:
             num_last = self._last_ids.shape[0] if self._info.num_stages == 1 else 0
             check_plan(plan, self._info, self.rules.vocab_size, num_last)
         tokens = self._resolve(plan.tokens)
-        history = self._memory.pass_through(plan, tokens)
+        entered = tokens if plan.adapters is None else tokens + self.shifts[plan.adapted]
+        history = self._memory.pass_through(plan, entered)
         elapsed_s = self._step_s + plan.num_tokens * self._token_s
         self._busy_until = max(time.perf_counter(), self._busy_until) + elapsed_s
         step = FakeStep(self, tokens[plan.logit_rows], history, elapsed_s, self._busy_until)

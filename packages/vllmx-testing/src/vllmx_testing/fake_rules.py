@@ -241,10 +241,12 @@ def expected_tokens(
     seed: int = 0,
     stop_ids: Collection[int] = (),
     bad_words_ids: Sequence[Sequence[int]] = (),
+    shift: int = 0,
 ) -> list[int]:
     """The ids that any correct engine must generate over `FakeBackend`: `n`, or fewer when one of
     `stop_ids` comes (it is included; before `min_tokens` it is banned) or a row breaks (-1, not
-    included). `params` default to greedy; `seed` is the resolved one."""
+    included). `params` default to greedy; `seed` is the resolved one; `shift` is that of the
+    adapter, see `FakeLoadedModel.shifts`."""
     params = params or SamplingParams(temperature=0.0)
     draw = draw_digest(params.temperature, params.top_k, params.top_p, params.min_p, seed)
     tokens = list(prompt_ids)
@@ -266,7 +268,8 @@ def expected_tokens(
         for word in bad_words_ids:
             if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):
                 bias[word[-1]] = -np.inf
-        history = history_hash(tokens, rules.windows, has_states=rules.has_states)
+        shifted = [token + shift for token in tokens]
+        history = history_hash(shifted, rules.windows, has_states=rules.has_states)
         token = choose(history, draw, counts, len(tokens), rules)
         token = restrict(token, rules.vocab_size, params.allowed_token_ids, list(bias.items()))
         if token < 0:
@@ -277,9 +280,10 @@ def expected_tokens(
     return tokens[len(prompt_ids) :]
 
 
-def expected_rank(tokens: Sequence[int], token: int, rules: FakeRules) -> int:
+def expected_rank(tokens: Sequence[int], token: int, rules: FakeRules, shift: int = 0) -> int:
     """Rank of `token` after `tokens`: the fake order of likelihood starts at the greedy id and
     goes on cyclically; the log-probability of rank r is -r / 4."""
-    history = history_hash(tokens, rules.windows, has_states=rules.has_states)
+    shifted = [one + shift for one in tokens]
+    history = history_hash(shifted, rules.windows, has_states=rules.has_states)
     first = likeliest(history, 0, 0, len(tokens), rules.vocab_size)
     return (token - first) % rules.vocab_size + 1

@@ -407,12 +407,13 @@ class HasEngine:
 
     def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
         self._engine = InlineEngine(config, registry)
-        dropping = weakref.finalize(self, self._engine.drop)
-        dropping.atexit = False  # the process frees everything
+        self._dropping = weakref.finalize(self, self._engine.drop)
+        self._dropping.atexit = False  # the process frees everything
 
     def close(self) -> None:
         """Frees the model. May be called twice."""
         self._engine.close()
+        self._dropping.detach()
 
     def __enter__(self) -> Self:
         return self

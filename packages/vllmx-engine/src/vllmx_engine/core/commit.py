@@ -255,8 +255,6 @@ class Committer:
             for sequence, count in zip(drafts.sequences, num_new.tolist(), strict=True):
                 scheduler.states.resume(sequence, count)
         scheduler.blocks.slide(rows)
-        if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
-            scheduler.share.charge_all(np.repeat(table.client[rows], num_new - 1))
 
     def _told(
         self,

@@ -123,6 +123,9 @@ class StepCost:
         which take most of a step with a small pass."""
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
+        self._rates: tuple[float, ...] = ()
+        self._rates_due = 0
+        """The number of steps seen at which `rates` are renewed."""
         self._ratios = np.ones(_RATIOS, np.float32)
         self._num_ratios = 0
         self._pace = 1.0
@@ -204,6 +207,20 @@ class StepCost:
         """Seconds that so many rows add to a step of others."""
         _, each, context, *_ = self._coefficients()
         return each * num_decodes + context * decode_context
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Milliseconds of a step as such, of a decode, of a token that it attends to, of a prompt's
+        token, and of one that this attends to. A token of a kind that was never measured counts
+        like one of the other kind, or as one millisecond. Up to 64 steps old: a fit takes longer
+        than a step of decodes can wait."""
+        num_seen = sum(self._seen)
+        if num_seen >= self._rates_due:
+            self._rates_due = num_seen + min(max(1, num_seen), _REMEMBERED)
+            fixed, each, context, token, work = (1e3 * one for one in self._coefficients())
+            each = each if self._seen[0] else token or 1.0
+            self._rates = fixed, each, context, token if self._seen[1] else each, work
+        return self._rates
 
     def row_share(self, load: StepLoad) -> float | None:
         """The time of one more decoded token, as a share of a step's; None while only steps of one

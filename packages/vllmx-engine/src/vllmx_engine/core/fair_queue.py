@@ -63,10 +63,10 @@ class Ordered(dict[int, V]):
 
 
 class FairShare:
-    """Tokens that each client was given, over its share ("virtual token counter", with weights:
-    Sheng et al., "Fairness in serving large language models", OSDI 2024). The client with the
-    fewest is served next. A client that returns after a pause starts no lower than the least served
-    one, so that idling saves up nothing.
+    """Milliseconds of steps that each client was given, over its share ("virtual token counter",
+    with weights and a cost function: Sheng et al., "Fairness in serving large language models",
+    OSDI 2024). The client with the fewest is served next. A client that returns after a pause
+    starts no lower than the least served one, so that idling saves up nothing.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class FairShare:
         """Requests of the client of each slot."""
         self._service = np.full(16, np.inf)
         """The service of each slot; infinite where no client lives."""
-        self._of_token = np.ones(16)
-        """The charge for a token of each slot's client: one over its share."""
+        self._weight = np.ones(16)
+        """The charge for a millisecond of each slot's client: one over its share."""
         self._free = list(range(15, -1, -1))
         self._left: OrderedDict[str, float] = OrderedDict()
 
@@ -89,18 +89,18 @@ class FairShare:
         slot = self._slots.get(client)
         if slot is not None:
             self._live[slot] += 1
-            self._of_token[slot] = 1.0 / share
+            self._weight[slot] = 1.0 / share
             return
         if not self._free:
             size = self._service.size
             self._service = np.concatenate([self._service, np.full(size, np.inf)])
-            self._of_token = np.concatenate([self._of_token, np.ones(size)])
+            self._weight = np.concatenate([self._weight, np.ones(size)])
             self._live += [0] * size
             self._free = list(range(2 * size - 1, size - 1, -1))
         least = float(self._service.min()) if self._slots else 0.0
         slot = self._free.pop()
         self._service[slot] = max(self._left.pop(client, 0.0), least)
-        self._of_token[slot] = 1.0 / share
+        self._weight[slot] = 1.0 / share
         self._slots[client] = slot
         self._live[slot] = 1
 
@@ -129,7 +129,7 @@ class FairShare:
         return self._slots[client]
 
     def service(self, client: str) -> float:
-        """Tokens of a live client over its share, more or less."""
+        """Milliseconds of a live client over its share, more or less."""
         service: float = self._service.item(self._slots[client])
         return service
 
@@ -137,13 +137,13 @@ class FairShare:
         """True if there are other clients, and this one has further requests."""
         return self._live[slot] > 1 and len(self._slots) > 1
 
-    def charge(self, slot: int, num_tokens: int) -> None:
-        """Adds so many tokens to one client."""
-        self._service[slot] += num_tokens * self._of_token.item(slot)
+    def charge(self, slot: int, cost_ms: float) -> None:
+        """Adds to what one client was given."""
+        self._service[slot] += cost_ms * self._weight.item(slot)
 
-    def charge_all(self, slots: AnyArray) -> None:
-        """Adds a token to the client in each of `slots`, one entry a row that decodes."""
-        self._service += np.bincount(slots, minlength=self._service.size) * self._of_token
+    def charge_all(self, slots: AnyArray, costs_ms: AnyArray) -> None:
+        """The same for the clients of many rows (R,), each with its cost (R,)."""
+        self._service += np.bincount(slots, costs_ms, self._service.size) * self._weight
 
 
 class _Class:

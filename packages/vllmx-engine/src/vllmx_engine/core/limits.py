@@ -44,6 +44,10 @@ class Limits:
     """A row can verify a draft though the model has recurrent layers."""
     snapshot_tokens: int = 1
     """A snapshot of states that saves at least so many tokens may evict any other one."""
+    reserved_rows: int = 0
+    """Rows that only a priority better than the default, 0, may take while others run."""
+    reserved_blocks: int = 0
+    """The same of blocks; rows that run may grow into them."""
     max_tokens: int = dataclasses.field(init=False)
     """The most tokens of a sequence, prompt included: what the context and the whole KV cache can
     hold."""
@@ -74,14 +78,18 @@ def step_limits(
     budget = info.max_num_batched_tokens
     if config.max_num_batched_tokens is not None and not whole_prompts:
         budget = min(config.max_num_batched_tokens, budget)
+    max_rows = min(
+        config.max_num_seqs or info.max_num_seqs,
+        budget,
+        info.max_logit_rows,
+        info.num_state_slots or budget,
+    )
+    reserve = config.priority_reserve if config.scheduling_policy == "priority" else 0.0
     return Limits(
         token_budget=budget,
-        max_rows=min(
-            config.max_num_seqs or info.max_num_seqs,
-            budget,
-            info.max_logit_rows,
-            info.num_state_slots or budget,
-        ),
+        max_rows=max_rows,
+        reserved_rows=int(reserve * max_rows),
+        reserved_blocks=int(reserve * info.num_kv_blocks),
         max_logit_rows=info.max_logit_rows,
         max_model_len=max_model_len,
         num_blocks=info.num_kv_blocks,

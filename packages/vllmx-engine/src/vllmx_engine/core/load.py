@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 from vllmx_core.backend import LoadedModel, LoadOptions, free_memory
+from vllmx_core.backend_kit.token_by_token import TokenByToken
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, UnsupportedOpError, VllmxError, listing
 from vllmx_core.model import Model, Tapped, TapSpec, encoder_of, heads_of, text_alone
@@ -258,12 +259,6 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
         check_task(found.config.task, pooling_info(checkpoint, model.shape))
         spec, reason = found.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
-        if found.config.deterministic and not spec.fixed_sums:
-            raise ConfigError(
-                f"--deterministic: the order of sums of backend {spec.name!r} depends on shapes:"
-                " choose --backend cpu, or leave it out",
-                param="deterministic",
-            )
         in_stages = found.config.pipeline_parallel_size > 1  # which have no passes of towers
         lost_tower = in_stages and found.config.limit_images > 0 and encoder_of(model) is not None
         features = model.shape.features
@@ -278,6 +273,11 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
+        if found.config.deterministic and not spec.fixed_sums:
+            _check_token_by_token(found.config, spec, model)
+            if not model.shape.whole_prompts and found.config.max_num_batched_tokens is None:
+                budget = min(_TOKENS_ALONE, options.max_num_batched_tokens)
+                options = replace(options, max_num_batched_tokens=budget)
         free = free_bytes or free_for_model(found.config, spec)
         if found.config.num_ranks > 1:
             options = replace(options, free_bytes=free or None)
@@ -348,11 +348,32 @@ def _check_ranks(config: EngineConfig, impl: str) -> None:
             )
 
 
+_TOKENS_ALONE = 256
+"""Tokens of a step that computes each alone: more would take as long, and delay aborts."""
+
+
+def _check_token_by_token(config: EngineConfig, spec: BackendSpec, model: Model) -> None:
+    """Raises ConfigError where single tokens do not give equal bits."""
+    reason = ""
+    if config.num_ranks > 1:
+        reason = "sums over ranks depend on their number: choose --backend cpu, or one rank"
+    elif model.shape.features is not None:
+        reason = (
+            "images, audio and inputs of encoders are computed together: choose --backend cpu, or"
+            " --limit-images 0 for a model with text of its own"
+        )
+    if reason:
+        raise ConfigError(
+            f"--deterministic computes each token alone on backend {spec.name!r}, where {reason}",
+            param="deterministic",
+        )
+
+
 def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     """Loads a model by its backend, or by an executor on several ranks; raises what these do."""
     model, weights = opened.model, opened.checkpoint.weights
     if found.config.num_ranks == 1:
-        if found.config.deterministic:
+        if found.config.deterministic and opened.backend.fixed_sums:
             length, whole_experts = opened.options.max_model_len, found.config.expert_parallel
             model = sharded(
                 model, weights, length, 0, 1, deterministic=True, whole_experts=whole_experts
@@ -360,6 +381,8 @@ def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
         if opened.taps is not None:
             model = Tapped(model, opened.taps)
         loaded: LoadedModel = opened.backend.load()().load(model, weights, opened.options)
+        if found.config.deterministic and not opened.backend.fixed_sums:
+            return TokenByToken(loaded, whole_rows=model.shape.whole_prompts)
         return loaded
     executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)
     if executor is None:

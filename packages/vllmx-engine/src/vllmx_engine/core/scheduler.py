@@ -92,7 +92,7 @@ class Scheduler:
         self.prefills: list[Sequence] = []
         """Sequences of `running` whose known tokens are not all scheduled, best first."""
         self._waiting = WaitingSequences(
-            fcfs=fcfs, shared_from=limits.block_size + 1 if prefix_caching else None
+            cost, fcfs=fcfs, shared_from=limits.block_size + 1 if prefix_caching else None
         )
         self.queue, self.share = self._waiting.queue, self._waiting.share
         self._dropped: list[Sequence] = []
@@ -198,7 +198,7 @@ class Scheduler:
             return None
         load = load_of(num_decoded, context, chunks, images)
         batch = Batch(decodes, tuple(chunks), load, images, drafts)
-        self._waiting.charge(batch, self.table.client)
+        self._waiting.charge(batch, self.table)
         return batch
 
     def _drafts(self, decodes: AnyArray, context: int) -> Drafts | None:
@@ -266,7 +266,8 @@ class Scheduler:
         begun = [one for one in self.prefills if not holds(self.queue.asked(one))]
         left = [len(one.tokens) - computed.item(one.row) for one in begun]
         if (head := self.queue.first()) is not None and not holds(self.queue.asked(head)):
-            left += [len(head.tokens)] * min(len(self.queue), self.table.num_free)
+            num_free = max(0, self.table.num_free - self._reserved(head)[0])
+            left += [len(head.tokens)] * min(len(self.queue), num_free)
         return sum(left) / max(left) if left else 1.0
 
     def _ready(self) -> AnyArray:
@@ -307,13 +308,14 @@ class Scheduler:
         if head is None:
             return False
         lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
-        if not lower or not self.table.num_free:
+        reserved_rows, reserved_blocks = self._reserved(head)
+        if not lower or self.table.num_free <= reserved_rows:
             return bool(lower)
         try:
             wanted = self.blocks.wanted(head, self.prefixes.look(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
             return False
-        missing = wanted - self.blocks.room(len(self.running), self.prefills)
+        missing = wanted + reserved_blocks - self.blocks.room(len(self.running), self.prefills)
         held = self.table.num_owned(lower)
         return 0 < missing <= held + self.blocks.num_groups * len(lower)
 
@@ -347,11 +349,19 @@ class Scheduler:
         if not self.table.num_free or self.failed or len(aside) == _MAX_MISFITS:
             return None
         head = self.queue.first()
-        if head is None or (victim is not None and not self.queue.outranks(head, victim)):
+        if head is None or self.table.num_free <= self._reserved(head)[0]:
+            return None  # those behind it may not take reserved rows either
+        if victim is not None and not self.queue.outranks(head, victim):
             return None
         if aside and any(self._holds_back(misfit, head) for misfit in aside):
             return None
         return head
+
+    def _reserved(self, sequence: Sequence) -> tuple[int, int]:
+        """The rows and blocks that a waiting sequence must leave to better priorities."""
+        if not self.running or self.queue.asked(sequence) < 0:
+            return 0, 0
+        return self.limits.reserved_rows, self.limits.reserved_blocks
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
         """True if `other` must not pass a sequence that does not fit. A preempted one already gave
@@ -385,7 +395,7 @@ class Scheduler:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
         its known tokens, and leaves one more block in each group for each running row."""
         hit = self.prefixes.look(sequence)
-        room = self.blocks.room(len(self.running), self.prefills)
+        room = self.blocks.room(len(self.running), self.prefills) - self._reserved(sequence)[1]
         has_slots = self.states is None or self.states.has_room
         is_short = self.blocks.wanted(sequence, hit) > room or not has_slots
         if is_short or self.table.must_wait(sequence):

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from vllmx_core.errors import QueueTimeoutError
-from vllmx_core.plan import I32
 
+from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.fair_queue import FairShare, WaitingQueue
+from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.step_work import Batch
 
@@ -72,6 +73,7 @@ class WaitingSequences:
     """Knows where each of them waits, and counts all live ones.
 
     Args:
+        cost: predicts what clients are charged.
         shared_from: a prompt of so many tokens has blocks that other choices of its call can
             share, so that they wait for it; None where no blocks are shared.
 
@@ -79,7 +81,8 @@ class WaitingSequences:
         ranks: live sequences of each priority.
     """
 
-    def __init__(self, *, fcfs: bool, shared_from: int | None) -> None:
+    def __init__(self, cost: StepCost, *, fcfs: bool, shared_from: int | None) -> None:
+        self._cost = cost
         self.share = FairShare()
         self.queue = WaitingQueue(self.share, fcfs=fcfs)
         self.ranks: Counter[int] = Counter()
@@ -144,17 +147,26 @@ class WaitingSequences:
         so that the rows of one step are shared between them."""
         slot = self.share.slot(sequence.request.client)
         if self.share.has_more(slot) and not sequence.was_preempted:
-            self.share.charge(slot, sequence.num_prompt - num_cached)
+            self.share.charge(slot, self._prompt_ms(sequence.num_prompt - num_cached, num_cached))
             sequence.num_charged = sequence.num_prompt
         return slot
 
-    def charge(self, batch: Batch, clients: I32) -> None:
-        """Charges the clients of rows for a step."""
+    def charge(self, batch: Batch, table: RowTable) -> None:
+        """Charges the clients of rows for a step: decodes share what it takes whatever it holds."""
         if len(self.share) > 1:
-            if batch.decodes.size:
-                self.share.charge_all(clients[batch.decodes])
+            if (rows := batch.decodes).size:
+                fixed, each, context, *_ = self._cost.rates
+                costs_ms = each * batch.decode_lengths + context * table.computed[rows]
+                self.share.charge_all(table.client[rows], costs_ms + fixed / rows.size)
             for chunk in batch.chunks:
-                self.share.charge(clients.item(chunk.sequence.row), chunk.num_new)
+                start = chunk.start + chunk.num_tokens - chunk.num_new
+                cost_ms = self._prompt_ms(chunk.num_new, start)
+                self.share.charge(table.client.item(chunk.sequence.row), cost_ms)
+
+    def _prompt_ms(self, num_tokens: int, start: int) -> float:
+        """The cost of a prompt's tokens from `start` on."""
+        *_, token, work = self._cost.rates
+        return num_tokens * (token + work * (start + num_tokens / 2))
 
     def leave(self, sequences: list[Sequence]) -> None:
         """Counts sequences out that have ended."""

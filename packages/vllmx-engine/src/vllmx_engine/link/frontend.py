@@ -84,6 +84,8 @@ class Heartbeat:
 START_AGAIN = "start the engine again"
 ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
 SEND_AGAIN = "; the engine core is being restarted: send the request again"
+IN_FLIGHT = "requests are in flight: have the model sleep when they end, or add mode=abort or wait"
+
 Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
@@ -151,7 +153,7 @@ class Sleeper(Protocol):
 
     status: Status
 
-    async def sleep(self) -> None: ...
+    async def sleep(self, level: int = 2) -> None: ...
 
     async def wake(self) -> None: ...
 

@@ -7,7 +7,8 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Protocol, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
@@ -17,6 +18,9 @@ from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbe
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import FromCore, KnownSpecs, Ping, Pong, Start, ToCore
 from vllmx_engine.wire.messages import CoreInfo
+
+if TYPE_CHECKING:
+    from vllmx_core.system.held_files import HeldFiles
 
 logger = logging.getLogger("vllmx.supervisor")
 
@@ -69,6 +73,8 @@ class ProcessFrontend(CoreFrontend):
         self._born_s = 0.0
         self._quick_failures = 0
         self._waking = asyncio.Lock()
+        self._held: HeldFiles | None = None
+        """The weights, while the core sleeps at level 1."""
         self._last_update_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
         self._heartbeat = Heartbeat(lambda: self._send(Ping()), self._on_hang)
@@ -128,9 +134,10 @@ class ProcessFrontend(CoreFrontend):
         )
         self._start = msgspec.structs.replace(self._start, config=config)
 
-    async def sleep(self) -> None:
-        """Ends the core until `wake`: all that it holds is free. Requests in flight are lost.
-        Raises EngineDeadError where it neither runs nor starts again."""
+    async def sleep(self, level: int = 2) -> None:
+        """Ends the core until `wake`: all that it holds is free. At level 1 the files of weights
+        stay in the host's memory, so that `wake` reads no disk. Requests in flight are lost. Raises
+        EngineDeadError where it neither runs nor starts again."""
         if self.status not in ("ready", "restarting"):
             raise self.unavailable()
         self.status = "asleep"
@@ -139,6 +146,13 @@ class ProcessFrontend(CoreFrontend):
             await asyncio.wait([self._restarting])
         self._tell_lost(EngineDeadError(ASLEEP))
         await self._core.stop()
+        if level == 1:
+            from vllmx_core.system.held_files import HeldFiles, weight_files  # few starts need it
+
+            files = weight_files(Path(self._start.path))
+            async with self._waking:
+                if self.status == "asleep":
+                    self._held = await asyncio.to_thread(HeldFiles, files)
 
     async def wake(self) -> None:
         """Starts it again after `sleep`. Raises what it met then, and it sleeps on."""
@@ -146,16 +160,23 @@ class ProcessFrontend(CoreFrontend):
             if self.status != "asleep":
                 return
             await self._spawn()
+            self._let_go()
             self.status = "ready"
             self._heartbeat.heard()
             self._heartbeat.start()
             if self.listener is not None:
                 self.listener.restarted(self.info)
 
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
     async def close(self) -> None:
         if self.status == "closed":
             return
         self.status = "closed"
+        self._let_go()
         self._heartbeat.stop()
         if self._restarting is not None:
             self._restarting.cancel()

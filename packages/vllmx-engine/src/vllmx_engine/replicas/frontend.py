@@ -180,9 +180,10 @@ class ReplicaFrontend:
         await asyncio.gather(*(seat.frontend.close() for seat in self._seats.values()))
         self.at_end()
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int = 2) -> None:
         """Ends all cores until `wake`. Raises as `ProcessFrontend.sleep`."""
-        await asyncio.gather(*(one.sleep() for one in self._sleepers() if one.status in _RUNS))
+        running = [one for one in self._sleepers() if one.status in _RUNS]
+        await asyncio.gather(*(one.sleep(level) for one in running))
         self._refresh()
 
     async def wake(self) -> None:

@@ -37,8 +37,9 @@ class CalledFrontend(AttachedFrontend):
         """Takes the description of another core: this one starts with `wake`."""
         self.info, self.status = info, "asleep"
 
-    async def sleep(self) -> None:
-        """Has the core ended. Requests in flight are lost."""
+    async def sleep(self, level: int = 2) -> None:
+        """Has the core ended, which holds no files whatever the level. Requests in flight are
+        lost."""
         self.status = "asleep"
         if self._reattaching is not None:
             self._reattaching.cancel()

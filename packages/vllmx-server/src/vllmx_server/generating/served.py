@@ -51,7 +51,7 @@ class Processes(Protocol):
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         """The counts of all other processes, by model. `own`: those of this one."""
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int, *, force: bool) -> None:
         """See `AsyncLLM.sleep`."""
 
     async def wake(self) -> None:

@@ -91,8 +91,8 @@ class OneProcess:
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         return []
 
-    async def sleep(self) -> None:
-        await self._llm.sleep()
+    async def sleep(self, level: int, *, force: bool) -> None:
+        await self._llm.sleep(level, force=force)
 
     async def wake(self) -> None:
         await self._llm.wake()

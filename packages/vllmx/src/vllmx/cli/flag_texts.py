@@ -96,8 +96,8 @@ HELP: Mapping[str, str] = {
     " with commas between them; @FILE: a file with one a line.",
     "ray_address": "HOST:PORT of the head of a Ray cluster that runs the replicas; auto: the one of"
     " this host; needs vllmx[ray].",
-    "deterministic": "Equal answers to the last bit whatever --tensor-parallel-size is; some"
-    " percent slower.",
+    "deterministic": "Equal answers to the last bit: on the CPU whatever --tensor-parallel-size is,"
+    " some percent slower; elsewhere in any batch, each token computed alone, so much slower.",
     "enable_prefix_caching": "Share equal prompt prefixes.",
     "kv_host_memory": "Bytes of host memory for KV blocks that leave the device; 0: none. On the"
     " CPU the KV cache is there already: give it more with --kv-cache-memory-bytes.",
@@ -110,6 +110,7 @@ HELP: Mapping[str, str] = {
     "session_age_s": "Seconds for which a session pins its blocks after its last request.",
     "enable_chunked_prefill": "Split long prompts over steps.",
     "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",
+    "priority_reserve": "Part of the rows and KV blocks kept for requests with a priority below 0.",
     "target_itl": "Milliseconds between tokens of running sequences while a prompt comes in; each"
     " further prompt that waits raises it, up to 8 times; auto: twice what they take alone; none:"
     " no bound.",

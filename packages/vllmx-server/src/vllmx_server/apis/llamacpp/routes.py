@@ -1,5 +1,5 @@
 """POST /completion, /infill, /apply-template, /tokenize, /detokenize, /slots/{id}, GET /props,
-/slots, and routes of vllmx under llama.cpp's paths."""
+/slots, /lora-adapters, and routes of vllmx under llama.cpp's paths."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ async def infill(request: Request) -> HeldResponse:
 
 
 def _asked(served: Served, body: CompletionRequest) -> Asked:
+    body.name_adapter(served.adapter_names)
     if body.logit_bias:
         body.logit_bias = dict(_biases(served, body.logit_bias))
     with _NAMES.told():
@@ -262,6 +263,14 @@ async def slots(request: Request) -> Response:
     return answer(found)
 
 
+async def lora_adapters(request: Request) -> Response:
+    """The adapters that `lora` of a request may name; none is on unless one does."""
+    adapters = served_of(request).llm.adapters or ()
+    return answer(
+        [{"id": index, "path": each.path, "scale": 0.0} for index, each in enumerate(adapters)]
+    )
+
+
 class SlotActionError(VllmxError):
     """No slot belongs to a client here, so there is none to save, restore or erase."""
 
@@ -321,6 +330,7 @@ class LlamaCppApi(Api):
         posted("/detokenize", detokenize, TEXT, DetokenizeRequest),
         keyed("GET", "/props", props, STATUS, JSON),
         keyed("GET", "/slots", slots, STATUS, JSON),
+        keyed("GET", "/lora-adapters", lora_adapters, STATUS, JSON),
         keyed("POST", "/slots/{id}", slot_action, STATUS, JSON, statuses=(501,)),
     )
     error_shapes = tuple((route.path, error_body) for route in routes)

@@ -29,7 +29,6 @@ _HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "top_n_sigma": ((0, -1), _SAMPLER),
     "dry_multiplier": ((0,), "use repeat_penalty or frequency_penalty"),
     "post_sampling_probs": ((), "probabilities are those before sampling"),
-    "lora": (([],), "adapters are not chosen by requests"),
     "min_keep": ((0,), "leave it out"),
 }
 
@@ -74,6 +73,13 @@ Parts = list[str | int]
 """Texts and token ids in a row."""
 
 
+class AdapterScale(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter by its number in GET /lora-adapters."""
+
+    id: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    scale: float
+
+
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """A body of /completion: llama.cpp's fields, and vllmx's for sampling."""
 
@@ -93,6 +99,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """The number of answers to each prompt; also `n`."""
     samplers: Annotated[list[str], Meta(max_length=MAX_NAMES)] | None = None
     """The samplers that are on. Their order is fixed."""
+    lora: Annotated[list[AdapterScale], Meta(max_length=MAX_NAMES)] | None = None
+    """One adapter with scale 1, in place of the one that `model` names; others have scale 0."""
     response_fields: Annotated[list[Text], Meta(max_length=MAX_NAMES)] | None = None
     """The fields of an answer that are sent, each by its path with slashes."""
 
@@ -123,6 +131,23 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         """None: as many as the context holds."""
         asked = self.max_tokens if self.n_predict is None else self.n_predict
         return None if asked is None or asked < 0 else asked
+
+    def name_adapter(self, names: Sequence[str]) -> None:
+        """Has `model` name the adapter that `lora` asks for. Raises InvalidRequestError."""
+        asked = [each for each in self.lora or () if each.scale != 0]
+        if not asked:
+            return
+        if len(asked) > 1 or asked[0].scale != 1:
+            raise field_error(
+                "lora",
+                "has other scales than one of 1: start with --lora-scaled PATH:SCALE or --lora A,B"
+                " for factors and sums",
+            )
+        if asked[0].id >= len(names):
+            raise field_error(
+                "lora", f"has no adapter {asked[0].id} among {len(names)}: see GET /lora-adapters"
+            )
+        self.model = names[asked[0].id]
 
     @property
     def is_batch(self) -> bool:

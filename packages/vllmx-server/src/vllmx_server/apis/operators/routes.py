@@ -5,12 +5,14 @@ All of them require a key of --admin-key."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any, Literal, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import shown
+from vllmx_core.errors import VllmxError, shown
 from vllmx_engine.async_core import PauseMode
 from vllmx_engine.replicas.seats import ReplicaState
 
@@ -25,6 +27,9 @@ from vllmx_server.http.pages import answer
 from vllmx_server.http.route import Right, Route
 from vllmx_server.schema.decode import decode
 from vllmx_server.schema.record import Record
+
+_SETTLE_S, _SETTLE_POLL_S = 1.0, 0.02
+"""The time in which answers of requests that `/sleep` ended can be sent."""
 
 
 class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,18 +105,45 @@ async def unload(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    """Ends the core of the first model, which frees its memory, until it is woken."""
+    """Ends the core of the first model, which frees its memory, until it is woken. Level 1 keeps
+    the files of weights in the host's memory."""
     served = served_of(request)
-    level = request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise field_error("level", f"it is 1 or 2, which do the same here, got {shown(level)}")
-    await served.processes.sleep()
+    level, mode = (request.query_params.get(name) for name in ("level", "mode"))
+    if level not in (None, "1", "2"):
+        raise field_error("level", f"it is 1 or 2, got {shown(level)}")
+    if mode not in (None, "abort", "wait"):
+        raise field_error(
+            "mode",
+            f"it is abort or wait, got {shown(mode)}: a core that sleeps keeps no requests; /pause"
+            " with mode=keep does",
+        )
+    await _put_to_sleep(served, int(level or 1), cast("PauseMode | None", mode))
     return answer(ModelState(model=served.llm.config.name, state="unloaded"))
 
 
+async def _put_to_sleep(served: Served, level: int, mode: PauseMode | None) -> None:
+    """Puts the first model to sleep. With a mode, running requests end first; those that come
+    meanwhile are lost."""
+    if mode is not None:
+        await served.llm.pause(mode)
+        until_s = time.monotonic() + _SETTLE_S
+        while served.llm.num_in_flight and time.monotonic() < until_s:
+            await asyncio.sleep(_SETTLE_POLL_S)
+    try:
+        await served.processes.sleep(level, force=mode is not None)
+    except VllmxError:
+        if mode is not None:
+            await served.llm.resume()
+        raise
+
+
 async def wake(request: Request) -> Response:
-    """Starts it again; answered when it serves."""
+    """Starts it again; answered when it serves. Weights and KV cache wake together, whichever of
+    them `tags` names."""
     served = served_of(request)
+    for tag in request.query_params.getlist("tags"):
+        if tag not in ("weights", "kv_cache"):
+            raise field_error("tags", f"they are weights and kv_cache, got {shown(tag)}")
     await served.processes.wake()
     return answer(ModelState(model=served.llm.config.name, state="loaded"))
 

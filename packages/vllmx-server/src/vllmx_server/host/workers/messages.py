@@ -34,6 +34,13 @@ class Reload(msgspec.Struct, frozen=True):
     certificate: bool
 
 
+class Sleep(msgspec.Struct, frozen=True):
+    """Asks the supervisor to put the first model to sleep."""
+
+    level: int
+    force: bool
+
+
 class DrainReplica(msgspec.Struct, frozen=True):
     """Asks the supervisor, and by it all workers, to drain a replica."""
 

@@ -13,7 +13,7 @@ from vllmx_server.generating.served import ModelInfo, Served
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.dispatch import Mailbox
-from vllmx_server.host.workers.messages import Begin, DrainReplica
+from vllmx_server.host.workers.messages import Begin, DrainReplica, Sleep
 from vllmx_server.host.workers.relay import Relays, relay
 from vllmx_server.host.workers.shared_counts import SharedCounts
 from vllmx_server.limits.admission import Sharing
@@ -74,9 +74,9 @@ class Peers:
         """The counts of all other workers, by model. `own`: those of this one."""
         return await self.channel.ask("metrics", own, list[dict[str, MetricCounts]])
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int, *, force: bool) -> None:
         """See `AsyncLLM.sleep`."""
-        await self.channel.ask("sleep", None, type(None))
+        await self.channel.ask("sleep", Sleep(level, force), type(None))
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.core.found_model import find_model
-from vllmx_engine.link.frontend import Listener, cause_of
+from vllmx_engine.link.frontend import IN_FLIGHT, Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreListener
 from vllmx_engine.replicas.frontend import ReplicaFrontend
@@ -35,6 +35,7 @@ from vllmx_server.host.workers.messages import (
     RelayedAnswer,
     RelayedMore,
     Reload,
+    Sleep,
 )
 from vllmx_server.host.workers.pool import WorkerPool, asked_of_all
 from vllmx_server.limits.keys import ApiKeys, reload_keys
@@ -249,11 +250,10 @@ class Supervisor:
             relay_end=self._relay_end,
         )
 
-    async def _sleep(self) -> None:
-        if self._is_busy:
-            text = "requests are in flight: have the model sleep when they end"
-            raise InvalidRequestError(text)
-        await self._core.sleep()
+    async def _sleep(self, asked: Sleep) -> None:
+        if self._is_busy and not asked.force:
+            raise InvalidRequestError(IN_FLIGHT)
+        await self._core.sleep(asked.level)
 
     async def _wake(self) -> None:
         await self._core.wake()
