@@ -62,6 +62,8 @@ def release(session: nox.Session) -> None:
     session.run(str(programs / "pip"), *install, external=True)
     complete = ("complete", "--model", "demo", "--prompts", "Once upon", "--max-tokens", "1")
     session.run(str(programs / "vllmx"), *complete, external=True)
+    fill = str(ROOT / "docs/deploy/recipes/fill.py")
+    session.run("python", fill, str(DIST), _version(session), str(ROOT / "build" / "recipes"))
 
 
 @nox.session
