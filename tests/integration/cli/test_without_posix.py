@@ -40,7 +40,7 @@ def test_a_model_answers_in_this_process() -> None:
     done = subprocess.run(
         command, input=line, capture_output=True, text=True, timeout=300, check=False
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "Once7"), done.stderr
 
 
 def test_a_chat_answers() -> None:

@@ -194,15 +194,32 @@ def test_files_of_text(open_tab: OpenTab, tmp_path: Path) -> None:
     assert tab.page.locator(".attached summary").text_content().strip() == "a.py"
 
 
-def test_texts_of_pdf_files(open_tab: OpenTab, tmp_path: Path) -> None:
-    """A document that Chromium printed (subsets of fonts, two pages), one with codes of
-    WinAnsiEncoding and names of letters, and files without a text that can be read."""
+def test_texts_of_a_pdf_that_chromium_prints(open_tab: OpenTab, tmp_path: Path) -> None:
+    """It has subsets of fonts with codes of their own."""
     tab = open_tab()
     printer = tab.context.new_page()
     text = "<h1>Über Chromium</h1><p>An <b>office</b> of letters.</p>"
     printer.set_content(f"{text}<p style='break-before: page'>Page two")
     printer.pdf(path=str(tmp_path / "printed.pdf"))
     printer.close()
+    content = sent_with(tab, tmp_path / "printed.pdf")
+    assert "Über Chromium\n\nAn office of letters.\n\nPage two\n" in content
+
+
+def sent_with(tab: Tab, path: Path) -> str:
+    """The message that goes to the model with this file."""
+    tab.page.locator(".composer input[type=file]").set_input_files(path)
+    tab.page.locator(".composer .files li").wait_for()
+    tab.answers_with({"content": "fine"})
+    with tab.page.expect_request(CHAT) as asked:
+        tab.send("Sum up.")
+    tab.has_ended()
+    return str(json.loads(asked.value.post_data)["messages"][0]["content"])
+
+
+def test_texts_of_pdf_files(open_tab: OpenTab, tmp_path: Path) -> None:
+    """Codes of WinAnsiEncoding and names of letters; and files without a text that can be read."""
+    tab = open_tab()
     font = b"/Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding"
     plain = pdf(
         b"<</Type/Catalog/Pages 2 0 R>>",
@@ -215,23 +232,16 @@ def test_texts_of_pdf_files(open_tab: OpenTab, tmp_path: Path) -> None:
         ),
     )
     (tmp_path / "plain.pdf").write_bytes(plain)
-    picker = tab.page.locator(".composer input[type=file]")
-    picker.set_input_files([tmp_path / "printed.pdf", tmp_path / "plain.pdf"])
-    tab.page.locator(".composer .files li").nth(1).wait_for()
-    tab.answers_with({"content": "fine"})
-    with tab.page.expect_request(CHAT) as asked:
-        tab.send("Sum up.")
-    content = json.loads(asked.value.post_data)["messages"][0]["content"]
-    assert "Über Chromium\n\nAn office of letters.\n\nPage two\n" in content
-    assert "A (B) — 2 word next\néfi•\n" in content
-    tab.has_ended()
+    content = sent_with(tab, tmp_path / "plain.pdf")
+    assert content == "plain.pdf:\n```\nA (B) — 2 word next\néfi•\n```\n\nSum up."
     for name, data, why in (
         ("locked", plain + b"trailer<</Encrypt 9 0 R>>", "is encrypted"),
-        ("scan", plain.replace(b"Tj", b"xx").replace(b"TJ", b"xx"), "has no text, only images"),
+        ("scan", plain.replace(b"/Contents 4", b"/Contents 9"), "has no text, only images"),
         ("cut", plain[:100], "is no PDF that can be read"),
         ("loop", pdf(b"<</Pages 1 0 R/Kids[1 0 R 2 0 R]>>", b"2 0 R"), "has no text"),
     ):
         (tmp_path / f"{name}.pdf").write_bytes(data)
+        picker = tab.page.locator(".composer input[type=file]")
         picker.set_input_files(tmp_path / f"{name}.pdf")
         tab.page.get_by_text(f"{name}.pdf {why}").wait_for()
 

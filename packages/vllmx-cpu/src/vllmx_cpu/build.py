@@ -225,12 +225,11 @@ def _build(
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     # Names of local functions are 250 kB that profilers alone read: take out -s to see them.
     shared = ["-dynamiclib"] if output.suffix == ".dylib" else ["-shared", "-s"]
-    if toolchain.is_for_windows:
-        shared.append("-static")  # the runtime of threads is inside
     # Objects for the baseline come first: of a function that several define (a template of the
     # standard library), the linker keeps the first.
     _run([*toolchain.command, *shared, "-pthread", "-o", str(partial), *map(str, built)])
     os.replace(partial, output)
+    output.with_name(f"{built[0].stem}.lib").unlink(missing_ok=True)  # Zig's import library
     return toolchain
 
 
