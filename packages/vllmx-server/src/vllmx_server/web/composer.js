@@ -133,7 +133,7 @@ async function read(given, state) {
       if (takes(state, "image") === false) trouble = `${model} reads text only: it takes no images.`;
       else if (file.size > MOST_BYTES) trouble = `${file.name} is larger than 5 MB.`;
       else images.push(await dataUrl(file));
-    } else if (file.type === "application/pdf") {
+    } else if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) {
       const { text, why } = await textOfPdf(file);
       if (why) trouble = `${file.name} ${why}.`;
       else files.push({ name: file.name, text });

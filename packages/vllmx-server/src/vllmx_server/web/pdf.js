@@ -10,6 +10,14 @@ const IDENTITY = [1, 0, 0, 1, 0, 0];
 /** The text of a PDF, pages apart by an empty line, up to about `most` characters. Raises Error with the end of a
  * sentence for a file that cannot be read. */
 export async function pdfText(buffer, most) {
+  try {
+    return await textOf(buffer, most);
+  } catch (error) {
+    throw error.constructor === Error ? error : new Error("is damaged");
+  }
+}
+
+async function textOf(buffer, most) {
   const file = new PdfFile(latin1(new Uint8Array(buffer)));
   await file.open();
   let text = "";
@@ -36,7 +44,7 @@ function bytesOf(text) {
 class PdfFile {
   constructor(text) {
     this.text = text;
-    this.objects = new Map(); // number -> value; a later definition replaces an earlier one, as updates of files do
+    this.objects = new Map(); // number -> {value, place}
     this.inflated = 0;
     this.steps = 0;
     this.fonts = new Map();
@@ -51,7 +59,7 @@ class PdfFile {
       const source = reader(this.text, heads.lastIndex);
       const value = parsed(source);
       const stream = /^\s*stream\r?\n?/.exec(this.text.slice(source.at, source.at + 40));
-      if (stream) {
+      if (stream && value && typeof value === "object") {
         value.begin = source.at + stream[0].length;
         const after = typeof value.Length === "number" ? value.begin + value.Length : value.begin;
         value.end = this.text.indexOf("endstream", after);
@@ -61,14 +69,20 @@ class PdfFile {
       }
       if (value?.Encrypt) throw new Error("is encrypted: save a copy without a password first");
       if (value?.Root) this.root = value.Root;
-      if (found[1]) this.objects.set(Number(found[1]), value);
+      if (found[1]) this.put(Number(found[1]), value, found.index);
       heads.lastIndex = Math.max(source.at, heads.lastIndex);
     }
     for (const stream of packed) await this.unpack(stream);
     if (!this.get(this.get(this.root)?.Pages)) throw new Error("is no PDF that can be read");
   }
 
-  /** Takes objects out of a stream of objects. Those that stand outside of streams are kept. */
+  /** A later definition replaces an earlier one: files are updated by adding to them. */
+  put(number, value, place) {
+    const old = this.objects.get(number);
+    if (old === undefined || old.place <= place) this.objects.set(number, { value, place });
+  }
+
+  /** Takes objects out of a stream of objects. */
   async unpack(stream) {
     const text = await this.data(stream);
     const source = reader(text, 0);
@@ -76,14 +90,12 @@ class PdfFile {
       const number = parsed(source);
       if (number === undefined) return;
       const value = parsed(reader(text, this.get(stream.First) + parsed(source)));
-      const old = this.objects.get(number);
-      if (old === undefined || old?.packed) this.objects.set(number, value);
-      if (value && typeof value === "object") value.packed = true;
+      this.put(number, value, stream.begin);
     }
   }
 
   get(value) {
-    for (let hops = 0; value?.ref !== undefined && hops < 20; hops += 1) value = this.objects.get(value.ref);
+    for (let hops = 0; value?.ref !== undefined && hops < 20; hops += 1) value = this.objects.get(value.ref)?.value;
     return value;
   }
 
