@@ -134,7 +134,12 @@ class LlamaAnswer(Answer):
         computed = num_prompt - cached
         for name, number, timed, seconds in (
             ("prompt", computed, computed, prompt_s),
-            ("predicted", count, max(0, count - 1), rest_s),  # the first token comes with the prompt
+            (
+                "predicted",
+                count,
+                max(0, count - 1),
+                rest_s,
+            ),  # the first token comes with the prompt
         ):
             found[f"{name}_n"], found[f"{name}_ms"] = number, seconds * 1000
             found[f"{name}_per_token_ms"] = seconds * 1000 / timed if timed else 0.0
