@@ -131,15 +131,10 @@ class LlamaAnswer(Answer):
     def _timings(self, index: int, cached: int, num_prompt: int, count: int) -> dict[str, float]:
         prompt_s, rest_s = phases_s(self._generation, index)
         found: dict[str, float] = {"cache_n": cached}
-        computed = num_prompt - cached
+        computed, later = num_prompt - cached, max(0, count - 1)  # the first comes with the prompt
         for name, number, timed, seconds in (
             ("prompt", computed, computed, prompt_s),
-            (
-                "predicted",
-                count,
-                max(0, count - 1),
-                rest_s,
-            ),  # the first token comes with the prompt
+            ("predicted", count, later, rest_s),
         ):
             found[f"{name}_n"], found[f"{name}_ms"] = number, seconds * 1000
             found[f"{name}_per_token_ms"] = seconds * 1000 / timed if timed else 0.0
