@@ -52,6 +52,7 @@ def release(session: nox.Session) -> None:
     token from a fresh installation of them. docs/releasing.md has the whole procedure."""
     wanted = f"vllmx[cpu]=={_version(session)}"
     _build(session)
+    windows(session)
     session.install("twine")
     session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
     fresh = Path(session.create_tmp()).absolute() / "fresh"
@@ -61,6 +62,17 @@ def release(session: nox.Session) -> None:
     session.run(str(programs / "pip"), *install, external=True)
     complete = ("complete", "--model", "demo", "--prompts", "Once upon", "--max-tokens", "1")
     session.run(str(programs / "vllmx"), *complete, external=True)
+    fill = str(ROOT / "docs/deploy/recipes/fill.py")
+    session.run("python", fill, str(DIST), _version(session), str(ROOT / "build" / "recipes"))
+
+
+@nox.session
+def windows(session: nox.Session) -> None:
+    """Compiles the CPU backend for Windows by Zig and adds its wheel to dist/."""
+    session.install("build", "hatchling", "ziglang==0.17.1")
+    command = ("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST))
+    compiler = "python -m ziglang c++ -target x86_64-windows-gnu"
+    session.run(*command, str(ROOT / "packages" / "vllmx-cpu"), env={"CXX": compiler})
 
 
 def _build(session: nox.Session, *kinds: str) -> None:

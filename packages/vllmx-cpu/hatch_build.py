@@ -55,6 +55,8 @@ def _platform_tag(library: bytes) -> str:
     """The tag of the platforms where the library runs. On Linux the tag of PEP 600 says from which
     glibc on, as the versions of the symbols that it takes from there do: PyPI refuses a plain
     linux_x86_64. Versions of another library would mean that not every system has it."""
+    if library.startswith(b"MZ"):
+        return "win_amd64"  # from a cross compiler too
     plain = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     names = set(re.findall(rb"\0((?:GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+)(?=\0)", library))
     versions = [tuple(map(int, name[6:].split(b"."))) for name in names if name[:6] == b"GLIBC_"]

@@ -157,6 +157,22 @@ def test_a_cross_compiler_says_what_it_compiles_for(
         assert build.find_toolchain().isas == isas
 
 
+def test_a_compiler_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clang is taken, without AMX and with Zig's name of the baseline; GCC is refused."""
+    script = tmp_path / "cxx-windows"
+    script.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(script))
+    target = '[ "$1" = -dumpmachine ] && echo x86_64-unknown-windows-gnu'
+    script.write_text(f"#!/bin/sh\n{target} || echo clang version 22\n")
+    found = build.find_toolchain()
+    assert found.is_for_windows
+    assert list(found.isas) == [name for name in build.ISA_FLAGS["x86_64"] if name != "amx"]
+    assert found.isas["portable"] == ("-march=x86_64", "-O2")
+    script.write_text(f"#!/bin/sh\n{target} || echo g++ 14\n")
+    with pytest.raises(build.BuildError, match=r"g\+\+ 14 keeps the stack .* ziglang"):
+        build.find_toolchain()
+
+
 def test_a_compiler_that_refuses_everything_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_tags_of_the_cpu_wheel(
     assert (
         hook._platform_tag(b"\x7fELF\0libc.so.6\0" + names + b"text GLIBC_2.99 in between\0") == tag
     )
+    assert hook._platform_tag(b"MZ\x90\0" + names) == "win_amd64"
 
 
 OURS = {

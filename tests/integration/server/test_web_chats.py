@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import wave
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,70 @@ def test_files_of_text(open_tab: OpenTab, tmp_path: Path) -> None:
     assert content == "a.py:\n````\nx = '```'\n````\n\nExplain."
     tab.has_ended()
     assert tab.page.locator(".attached summary").text_content().strip() == "a.py"
+
+
+def test_texts_of_a_pdf_that_chromium_prints(open_tab: OpenTab, tmp_path: Path) -> None:
+    """It has subsets of fonts with codes of their own."""
+    tab = open_tab()
+    printer = tab.context.new_page()
+    text = "<h1>Über Chromium</h1><p>An <b>office</b> of letters.</p>"
+    printer.set_content(f"{text}<p style='break-before: page'>Page two")
+    printer.pdf(path=str(tmp_path / "printed.pdf"))
+    printer.close()
+    content = sent_with(tab, tmp_path / "printed.pdf")
+    assert "Über Chromium\n\nAn office of letters.\n\nPage two\n" in content
+
+
+def sent_with(tab: Tab, path: Path) -> str:
+    """The message that goes to the model with this file."""
+    tab.page.locator(".composer input[type=file]").set_input_files(path)
+    tab.page.locator(".composer .files li").wait_for()
+    tab.answers_with({"content": "fine"})
+    with tab.page.expect_request(CHAT) as asked:
+        tab.send("Sum up.")
+    tab.has_ended()
+    return str(json.loads(asked.value.post_data)["messages"][0]["content"])
+
+
+def test_texts_of_pdf_files(open_tab: OpenTab, tmp_path: Path) -> None:
+    """Codes of WinAnsiEncoding and names of letters; and files without a text that can be read."""
+    tab = open_tab()
+    font = b"/Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding"
+    plain = pdf(
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Kids[3 0 R]/Count 1/Resources<</Font<</F <<" + font + b"/WinAnsiEncoding>>"
+        b"/G <<" + font + b"<</Differences[65/eacute/fi/bullet]>>>> >> >> >>",
+        b"<</Type/Page/Parent 2 0 R/Contents 4 0 R>>",
+        stream(
+            b"BT /F 10 Tf 50 700 Td (A \\(B\\) \\227 2) Tj 60 0 Td [(wo) -20 (rd)-400(next)] TJ"
+            b" /G 10 Tf 0 -12 Td <41 42 43> Tj ET"
+        ),
+    )
+    (tmp_path / "plain.pdf").write_bytes(plain)
+    content = sent_with(tab, tmp_path / "plain.pdf")
+    assert content == "plain.pdf:\n```\nA (B) — 2 word next\néfi•\n```\n\nSum up."
+    for name, data, why in (
+        ("locked", plain + b"trailer<</Encrypt 9 0 R>>", "is encrypted"),
+        ("scan", plain.replace(b"/Contents 4", b"/Contents 9"), "has no text, only images"),
+        ("cut", plain[:100], "is no PDF that can be read"),
+        ("loop", pdf(b"<</Pages 1 0 R/Kids[1 0 R 2 0 R]>>", b"2 0 R"), "has no text"),
+    ):
+        (tmp_path / f"{name}.pdf").write_bytes(data)
+        picker = tab.page.locator(".composer input[type=file]")
+        picker.set_input_files(tmp_path / f"{name}.pdf")
+        tab.page.get_by_text(f"{name}.pdf {why}").wait_for()
+
+
+def pdf(*objects: bytes) -> bytes:
+    """A file of these objects, numbered from 1; the first is the root."""
+    numbered = (b"%d 0 obj\n%s\nendobj\n" % pair for pair in enumerate(objects, 1))
+    return b"%PDF-1.4\n" + b"".join(numbered) + b"trailer<</Root 1 0 R>>\n"
+
+
+def stream(data: bytes) -> bytes:
+    packed = zlib.compress(data)
+    head = b"<</Filter/FlateDecode/Length %d>>stream\n" % len(packed)
+    return head + packed + b"\nendstream"
 
 
 def test_formulas_are_drawn(open_tab: OpenTab) -> None:

@@ -67,6 +67,11 @@ def test_lines_of_an_openai_batch() -> None:
         (batch(url="/v1/embeddings"), "must be a POST to /v1/chat/completions or"),
         (batch(method="GET"), "must be a POST"),
         (batch(custom_id=7), "no custom_id"),
+        (
+            '{"prompt": "x", "structured_outputs": {"jason": {}}}',
+            "structured_outputs must be an object with keys of json,",
+        ),
+        ('{"prompt": "x", "structured_outputs": {}}', "an answer has one form"),
         (batch(extra=1), "unknown key 'extra'"),
         (batch(body={"messages": [], "tools": []}), "unknown key 'tools'"),
         (batch(body={"prompt": "x"}), "needs 'messages'"),

@@ -32,7 +32,8 @@ async def test_a_stream_and_a_whole_completion_are_one_answer(llama: Served) -> 
     assert found == found | {"stop": True, "stop_type": "limit", "truncated": False, "index": 0}
     assert found["timings"]["prompt_n"] == found["tokens_evaluated"] == 2
     assert found["timings"]["predicted_n"] == len(found["tokens"]) == 8
-    assert found["timings"]["predicted_per_second"] > 0
+    rate = 1000 * 7 / found["timings"]["predicted_ms"]  # the first token comes with the prompt
+    assert found["timings"]["predicted_per_second"] == pytest.approx(rate)
     assert found["generation_settings"]["n_predict"] == 8
     assert found["prompt"] == "ab"
     response = await llama.client.post("/completions", json={**body, "stream": True})

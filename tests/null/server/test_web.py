@@ -16,7 +16,7 @@ from .conftest import MakeServer, Served
 FOLDER = Path(vllmx_server.__file__).parent / "web"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
-LARGEST = 170_000
+LARGEST = 192_000
 """Bytes without KaTeX, which comes with the first formula."""
 
 

@@ -9,29 +9,29 @@ this file before anything is installed.
 
 from __future__ import annotations
 
-import argparse
-import fcntl
 import hashlib
 import logging
 import os
-import platform
 import re
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger("vllmx.cpu.build")
 
+
+def _library_name() -> str:
+    """CXX may name a compiler for Windows on another system."""
+    if sys.platform == "win32" or re.search("windows|mingw", os.environ.get("CXX", "")):
+        return "vllmx_cpu.dll"
+    return "libvllmx_cpu.dylib" if sys.platform == "darwin" else "libvllmx_cpu.so"
+
+
 PACKAGE = Path(__file__).resolve().parent
 NATIVE = PACKAGE / "native"
-LIBRARY = PACKAGE / ("libvllmx_cpu.dylib" if sys.platform == "darwin" else "libvllmx_cpu.so")
+LIBRARY = PACKAGE / _library_name()
 PER_ISA = "// VX: per instruction set"
 MARKER = b"vllmx-cpu-sources:"
 
@@ -74,21 +74,27 @@ class BuildError(Exception):
     """The library cannot be built here; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Toolchain:
+class Toolchain(NamedTuple):
     """A C++ compiler and what it can compile for."""
 
     command: tuple[str, ...]
     version: str
     isas: dict[str, tuple[str, ...]]
+    is_for_windows: bool
 
 
-def architecture(command: tuple[str, ...]) -> str:
-    """The target of a compiler, as the tables of this module name it: a cross compiler's is not
-    this machine. For a compiler that does not tell, this machine."""
+def target(command: tuple[str, ...]) -> tuple[str, bool]:
+    """The processor that a compiler compiles for, as the tables of this module name it, and whether
+    the system is Windows: a cross compiler's is not this machine. For a compiler that does not
+    tell, this machine."""
+    import platform
+    import subprocess
+
     probe = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False)  # noqa: S603
-    machine = (probe.stdout.split("-")[0].strip() or platform.machine()).lower()
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    triple = (probe.stdout.strip() or f"{platform.machine()}-{sys.platform}").lower()
+    machine = triple.split("-")[0]
+    is_for_windows = re.search("windows|mingw|win32", triple) is not None
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), is_for_windows
 
 
 def source_hash() -> str:
@@ -111,20 +117,32 @@ def built_hash(library: Path | None = None) -> str | None:
 
 def find_toolchain() -> Toolchain:
     """The compiler named by CXX, or the first of c++, g++, clang++. Raises BuildError."""
+    import shlex
+    import shutil
+
     named = os.environ.get("CXX")
     candidates = [named] if named else ["c++", "g++", "clang++"]
     for candidate in candidates:
-        command = tuple(shlex.split(candidate))
+        command = tuple(shlex.split(candidate, posix=os.name == "posix"))
         if not command or shutil.which(command[0]) is None:
             continue
         version = _run([*command, "--version"]).splitlines()[0]
-        target = architecture(command)
-        table = ISA_FLAGS.get(target)
+        machine, is_for_windows = target(command)
+        table = ISA_FLAGS.get(machine)
         if table is None:
             raise BuildError(
-                f"no kernels for the processor architecture {target!r}: x86-64 and 64-bit ARM are"
+                f"no kernels for the processor architecture {machine!r}: x86-64 and 64-bit ARM are"
                 " supported"
             )
+        if is_for_windows:
+            if "clang" not in version:
+                raise BuildError(
+                    f"{version} keeps the stack of Windows programs at multiples of 16 bytes, where"
+                    " kernels of AVX crash: set CXX to Clang for the GNU target, such as"
+                    " 'python -m ziglang c++ -target x86_64-windows-gnu' (pip install ziglang)"
+                )
+            # Zig knows the baseline by another name; tiles on Windows were never run.
+            table = {name: _windows_flags(flags) for name, flags in table.items() if name != "amx"}
         refusals = {name: _refusal(command, flags) for name, flags in table.items()}
         isas = {name: flags for name, flags in table.items() if refusals[name] is None}
         if not isas:
@@ -132,13 +150,17 @@ def find_toolchain() -> Toolchain:
                 f"{version} cannot compile our C++17 ({next(iter(refusals.values()))}): use GCC 10"
                 " or Clang 12 or newer"
             )
-        return Toolchain(command, version, isas)
+        return Toolchain(command, version, isas, is_for_windows)
     if named:
         raise BuildError(f"CXX names {named!r}, which is not on the PATH")
     raise BuildError(
         "no C++ compiler was found: install one (Debian and Ubuntu: apt install g++; Fedora: dnf"
         " install gcc-c++; macOS: xcode-select --install), then run: python -m vllmx_cpu.build"
     )
+
+
+def _windows_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("-march=x86_64" if flag == "-march=x86-64" else flag for flag in flags)
 
 
 Progress = Callable[[int, int], None]
@@ -156,6 +178,8 @@ def build(
         keep.mkdir(parents=True, exist_ok=True)
         with _locked(keep / ".lock"):
             return _build(toolchain, output, keep, progress)
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="vllmx-cpu-") as folder:
         return _build(toolchain, output, Path(folder), progress)
 
@@ -177,13 +201,18 @@ def _locked(path: Path) -> Iterator[None]:
     """Lets one process at a time into a folder of objects: each build removes the others' stale
     ones. The second finds everything compiled."""
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 
 def _build(
     toolchain: Toolchain, output: Path, objects: Path, progress: Progress | None
 ) -> Toolchain:
+    from concurrent.futures import ThreadPoolExecutor
+
     objects.mkdir(parents=True, exist_ok=True)
     jobs, built = _jobs(toolchain), []
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
@@ -195,11 +224,12 @@ def _build(
         stale.unlink(missing_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     # Names of local functions are 250 kB that profilers alone read: take out -s to see them.
-    shared = ["-dynamiclib"] if sys.platform == "darwin" else ["-shared", "-s"]
+    shared = ["-dynamiclib"] if output.suffix == ".dylib" else ["-shared", "-s"]
     # Objects for the baseline come first: of a function that several define (a template of the
     # standard library), the linker keeps the first.
     _run([*toolchain.command, *shared, "-pthread", "-o", str(partial), *map(str, built)])
     os.replace(partial, output)
+    output.with_name(f"{built[0].stem}.lib").unlink(missing_ok=True)  # Zig's import library
     return toolchain
 
 
@@ -226,6 +256,8 @@ def _compile(
     toolchain: Toolchain, objects: Path, source: Path, stem: str, flags: tuple[str, ...]
 ) -> Path:
     command = [*toolchain.command, *COMMON_FLAGS, *flags]
+    if toolchain.is_for_windows:
+        command.remove("-fPIC")
     if "clang" in toolchain.version:
         command.append("-Wno-unknown-warning-option")  # some of the above are GCC's alone
     digest = hashlib.sha256(repr((command, toolchain.version)).encode())
@@ -263,7 +295,10 @@ def _object_folder() -> Path | None:
 
 def _refusal(command: tuple[str, ...], flags: tuple[str, ...]) -> str | None:
     """A compiler's complaint about the flags of an instruction set; None: it knows them."""
-    probe = [*command, "-std=c++17", *flags, "-x", "c++", "-fsyntax-only", "-"]
+    import subprocess
+
+    # Not -fsyntax-only, which Zig does not know.
+    probe = [*command, "-std=c++17", *flags, "-x", "c++", "-c", "-o", os.devnull, "-"]
     result = subprocess.run(probe, input="int x;", capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode == 0:
         return None
@@ -271,6 +306,9 @@ def _refusal(command: tuple[str, ...], flags: tuple[str, ...]) -> str | None:
 
 
 def _run(command: list[str]) -> str:
+    import shlex
+    import subprocess
+
     result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode != 0:
         raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr.strip()[-4000:]}")
@@ -287,6 +325,8 @@ def _cores() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; 0 when the library is there afterwards."""
+    import argparse
+
     parser = argparse.ArgumentParser(prog="python -m vllmx_cpu.build", description=__doc__)
     parser.add_argument("--output", type=Path, default=LIBRARY, help="library to write")
     parser.add_argument("--objects", type=Path, help="folder that keeps the object files")

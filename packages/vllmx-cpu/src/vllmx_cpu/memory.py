@@ -18,8 +18,10 @@ def allocate(num_bytes: int) -> Bytes:
     are first touched; huge pages where it has them. Raises CapacityError."""
     try:
         # Private: shared anonymous memory gets no huge pages on most systems.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        area = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        options = {}
+        if hasattr(mmap, "MAP_PRIVATE"):  # not on Windows
+            options["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        area = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), **options)
     except OSError as error:
         raise CapacityError(
             f"{format_bytes(num_bytes)} of address space cannot be reserved ({error}): raise the"

@@ -97,6 +97,7 @@ def _task(record: dict[str, Any]) -> Task:
 
 def _from_fields(record: dict[str, Any], custom_id: str | None) -> Task:
     from vllmx_core.sampling import SamplingParams
+    from vllmx_core.structured import StructuredOutputsParams
 
     sampling = {name: value for name, value in record.items() if value is not None}
     prompt, messages = sampling.pop("prompt", None), sampling.pop("messages", None)
@@ -108,6 +109,15 @@ def _from_fields(record: dict[str, Any], custom_id: str | None) -> Task:
     for name in sampling:
         if name not in known:
             raise ConfigError(f"the unknown key {shown(name)}{nearest(name, known)}")
+    form = sampling.get("structured_outputs")
+    if form is not None:
+        names = [each.name for each in dataclasses.fields(StructuredOutputsParams)]
+        if not isinstance(form, dict) or not form.keys() <= set(names):
+            raise ConfigError(
+                f"structured_outputs must be an object with keys of {', '.join(names)}, got"
+                f" {shown(form)}"
+            )
+        sampling["structured_outputs"] = StructuredOutputsParams(**form)
     SamplingParams(**sampling)
     if (prompt is None) == (messages is None):
         raise ConfigError('it needs either "prompt" or "messages"')

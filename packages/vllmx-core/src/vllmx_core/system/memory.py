@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllmx_core.system.processors import CGROUP_ROOT, cgroup_folders
 
@@ -91,8 +93,17 @@ def _system_free() -> int:
     available = _kilobytes(Path("/proc/meminfo"), "MemAvailable:")
     if available:
         return available * 1024
+    if sys.platform == "win32":
+        return _windows_free()
     # macOS has no figure for what is free: half of the memory is a safe one
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _windows_free() -> int:
+    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its size and the load, then sizes
+    kernel: Any = vars(ctypes)["windll"].kernel32
+    kernel.GlobalMemoryStatusEx(status)
+    return status[2]
 
 
 def _file_cache(folder: Path) -> int:

@@ -141,11 +141,18 @@ class WeightFile:
         """False if the file ends before the buffer is full."""
         done = 0
         while done < len(view):
-            more = os.preadv(self._file.fileno(), [view[done : done + _CALL_BYTES]], begin + done)
+            more = self._read_into(view[done : done + _CALL_BYTES], begin + done)
             if not more:
                 return False
             done += more
         return True
+
+    def _read_into(self, view: memoryview, begin: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [view], begin)
+        with self.path.open("rb", buffering=0) as file:  # Windows: threads share no position
+            file.seek(begin)
+            return file.readinto(view) or 0
 
     def close(self) -> None:
         """Closes the file; nothing may be read afterwards. May be called twice."""

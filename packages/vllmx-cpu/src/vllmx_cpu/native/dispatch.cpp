@@ -32,14 +32,30 @@ struct Size {
 bool same(const char* a, const char* b) { return __builtin_strcmp(a, b) == 0; }
 
 #if defined(__x86_64__)
+enum Register { EAX, EBX, ECX, EDX };
+
+// Whether a leaf of CPUID has all of these bits in a register.
+bool has(unsigned leaf, unsigned subleaf, Register where, unsigned bits) {
+  unsigned found[4] = {0, 0, 0, 0};
+  if (!__get_cpuid_count(leaf, subleaf, &found[EAX], &found[EBX], &found[ECX], &found[EDX])) return false;
+  return (found[where] & bits) == bits;
+}
+
+// Whether the system keeps these registers of a thread: bits of XCR0.
+bool keeps(unsigned bits) {
+  enum { OSXSAVE = 1 << 27 };
+  if (!has(1, 0, ECX, OSXSAVE)) return false;
+  unsigned low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & bits) == bits;
+}
+
 // Tiles need the processor, and the system's permission to keep their state: Linux gives it to a
 // process that asks, for good.
 bool tiles_permitted() {
 #if defined(__linux__)
   enum { BF16 = 1 << 22, TILE = 1 << 24, INT8 = 1 << 25, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if ((d & (BF16 | TILE | INT8)) != (BF16 | TILE | INT8)) return false;
+  if (!has(7, 0, EDX, BF16 | TILE | INT8)) return false;
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
   return false;
@@ -49,18 +65,18 @@ bool tiles_permitted() {
 
 bool supported(const char* name) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  // Not __builtin_cpu_supports: Zig's runtime knows no processor.
+  enum : unsigned { FMA = 1u << 12, AVX = 1u << 28, F16C = 1u << 29 };                             // leaf 1, ECX
+  enum : unsigned { AVX2 = 1u << 5, BMI2 = 1u << 8, F = 1u << 16, DQ = 1u << 17, BW = 1u << 30, VL = 1u << 31 };
+  enum : unsigned { VBMI = 1u << 1, VNNI = 1u << 11, BF16 = 1u << 5 };  // leaf 7: ECX, ECX; its second part: EAX
+  enum : unsigned { YMM = 0x6, ZMM = 0xe6 };
+  const bool avx2 = has(1, 0, ECX, FMA | AVX | F16C) && has(7, 0, EBX, AVX2 | BMI2) && keeps(YMM);
+  const bool avx512 = avx2 && has(7, 0, EBX, F | DQ | BW | VL) && keeps(ZMM);
   if (same(name, "avx2")) return avx2;
   if (same(name, "avx512")) return avx512;
   if (same(name, "avx512bf16") || same(name, "amx")) {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
-    const bool vectors = avx512 && bf16 && __builtin_cpu_supports("avx512vnni");
-    const bool bytes = __builtin_cpu_supports("avx512vbmi");
-    return vectors && (same(name, "avx512bf16") || (bytes && tiles_permitted()));
+    const bool vectors = avx512 && has(7, 1, EAX, BF16) && has(7, 0, ECX, VNNI);
+    return vectors && (same(name, "avx512bf16") || (has(7, 0, ECX, VBMI) && tiles_permitted()));
   }
 #elif defined(__aarch64__) && defined(__linux__)
   enum { ASIMDDP = 1 << 20 };  // of Linux's AT_HWCAP

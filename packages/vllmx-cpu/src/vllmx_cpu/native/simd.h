@@ -45,13 +45,25 @@ VX_BINARY(/)
 VX_BINARY(&)
 VX_BINARY(|)
 VX_BINARY(^)
-VX_BINARY(<)
-VX_BINARY(>)
-VX_BINARY(<=)
-VX_BINARY(>=)
-VX_BINARY(==)
-VX_BINARY(!=)
 #undef VX_BINARY
+
+// A comparison's lanes are `long` where that has 32 bits (Windows).
+template <class V>
+VX_INLINE NativeI mask_of(V lanes) { return (NativeI)lanes; }
+template <class H>
+VX_INLINE Twice<H> mask_of(Twice<H> lanes) { return lanes; }
+#define VX_COMPARE(op)                                                                          \
+  template <class H>                                                                            \
+  VX_INLINE auto operator op(Twice<H> a, Twice<H> b)->Twice<decltype(mask_of(a.lo op b.lo))> {  \
+    return {mask_of(a.lo op b.lo), mask_of(a.hi op b.hi)};                                      \
+  }
+VX_COMPARE(<)
+VX_COMPARE(>)
+VX_COMPARE(<=)
+VX_COMPARE(>=)
+VX_COMPARE(==)
+VX_COMPARE(!=)
+#undef VX_COMPARE
 template <class H>
 VX_INLINE Twice<H> operator-(Twice<H> a) { return {-a.lo, -a.hi}; }
 template <class H>

@@ -130,19 +130,31 @@ void* driver_main(void* argument) {
   }
 }
 
+void* allocate(size_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+#if defined(_WIN32)
+  return _aligned_malloc(bytes, 64);
+#else
+  void* memory = nullptr;
+  return posix_memalign(&memory, 64, bytes) == 0 ? memory : nullptr;
+#endif
+}
+
+void give_back(void* memory) {
+#if defined(_WIN32)
+  _aligned_free(memory);
+#else
+  free(memory);
+#endif
+}
+
 void release(VxTeam* team) {
-  for (int32_t i = 0; i < team->num_threads; ++i) free(team->members[i].ctx.scratch);
-  free(team->members);
+  for (int32_t i = 0; i < team->num_threads; ++i) give_back(team->members[i].ctx.scratch);
+  give_back(team->members);
   pthread_mutex_destroy(&team->mutex);
   pthread_cond_destroy(&team->queued);
   pthread_cond_destroy(&team->finished);
-  free(team);
-}
-
-void* allocate(size_t bytes) {
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 64, (bytes + 63) / 64 * 64) != 0) return nullptr;
-  return memory;
+  give_back(team);
 }
 
 }  // namespace

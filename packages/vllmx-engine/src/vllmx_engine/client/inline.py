@@ -35,7 +35,6 @@ from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import load_core
 from vllmx_engine.core.watchdog import StepWatch, log_stuck
-from vllmx_engine.grammar.check import check
 from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
 from vllmx_engine.wire.grammars import GrammarSpec
 from vllmx_engine.wire.outputs import RequestOutput
@@ -268,6 +267,8 @@ class InlineEngine:
 
     def _check_grammar(self, spec: GrammarSpec) -> str:
         """Checks a grammar in this process, on the calling thread. Raises GrammarError."""
+        from vllmx_engine.grammar.check import check  # few requests have a grammar
+
         with self._verdict_on_grammars:
             if self._lexicon is None:
                 size = self.info.vocab_size

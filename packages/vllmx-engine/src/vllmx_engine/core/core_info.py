@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -120,14 +119,18 @@ def log_info(info: CoreInfo) -> None:
         info.num_state_slots,
         info.max_model_len,
         info.max_num_seqs,
-        gibibytes(_peak_memory_bytes()),
+        _peak_memory(),
         info.details.get("quantised in situ", "none"),
     )
 
 
-def _peak_memory_bytes() -> int:
+def _peak_memory() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return gibibytes(peak if sys.platform == "darwin" else peak * 1024)
 
 
 def gibibytes(size_bytes: int) -> str:

@@ -11,11 +11,11 @@ read for the longest time.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
 import stat
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -292,6 +292,10 @@ def open_store(path: str, identity: bytes, max_bytes: int) -> DiskStore | None:
 
     Raises ConfigError for a folder that cannot be used.
     """
+    if sys.platform == "win32":
+        raise ConfigError("--kv-disk needs Linux or macOS: leave it out", param="kv_disk")
+    import fcntl
+
     with _usable(path) as folder:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -129,6 +129,7 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
         if clients is not None:
             clients.open(info)
         gc.freeze()  # no step waits for a collection that looks through what stays to the end
+        gc.set_threshold(700)  # Python's own
         on_stuck = partial(_give_up, connection, clients)
         CoreLoop(core, inbox, connection.send, on_stuck, found, announcer, peers).run()
     except VllmxError as error:
@@ -158,6 +159,7 @@ def _peers(core: EngineCore, found: FoundModel) -> Peers:
 
 def main() -> int:
     """Signals are the parent's business: it drains first, then tells the core to stop."""
+    gc.set_threshold(50_000)  # loading leaves little garbage
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(stream=StandardError())

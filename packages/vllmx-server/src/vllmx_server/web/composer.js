@@ -1,4 +1,4 @@
-// Where a message is written: text, images, files of text, send and stop.
+// Where a message is written: text, images, texts of files, send and stop.
 import { Icon, IconButton, html, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 import { MOST_SECONDS, audioOf, record } from "./audio.js";
 import { jsonTrouble } from "./settings.js";
@@ -6,6 +6,7 @@ import { jsonTrouble } from "./settings.js";
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const MOST_BYTES = 5 << 20;
 const MOST_TEXT = 1 << 20;
+const MOST_PDF = 30 << 20;
 const TALLEST = 260;
 
 export function Composer({ chats, state }) {
@@ -132,15 +133,32 @@ async function read(given, state) {
       if (takes(state, "image") === false) trouble = `${model} reads text only: it takes no images.`;
       else if (file.size > MOST_BYTES) trouble = `${file.name} is larger than 5 MB.`;
       else images.push(await dataUrl(file));
+    } else if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) {
+      const { text, why } = await textOfPdf(file);
+      if (why) trouble = `${file.name} ${why}.`;
+      else files.push({ name: file.name, text });
     } else if (file.size > MOST_TEXT) {
       trouble = `${file.name} is larger than 1 MB.`;
     } else {
       const text = await textOf(file);
-      if (text === null) trouble = `${file.name} is neither text nor a PNG, JPEG, WebP or GIF.`;
+      if (text === null) trouble = `${file.name} is neither text nor a PDF, PNG, JPEG, WebP or GIF.`;
       else files.push({ name: file.name, text });
     }
   }
   return { images, files, audio, trouble };
+}
+
+/** The text, or why there is none. */
+async function textOfPdf(file) {
+  if (file.size > MOST_PDF) return { why: "is larger than 30 MB" };
+  try {
+    const { pdfText } = await import("./pdf.js");
+    const text = await pdfText(await file.arrayBuffer(), MOST_TEXT);
+    if (!text) return { why: "has no text, only images" };
+    return text.length > MOST_TEXT ? { why: "has more than 1 MB of text" } : { text };
+  } catch (error) {
+    return { why: error.message };
+  }
 }
 
 /** Null for what is not text. */

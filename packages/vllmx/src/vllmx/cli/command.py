@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,6 +24,15 @@ SERVED_NAME = "served_model_name"
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[a-z]c)\.([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)")
 FOREIGN = "foreign_"
 """Prefix of the parameters of other servers' flags, so that they differ from ours."""
+
+
+def needs_unix_sockets(command: str) -> None:
+    """Raises ConfigError on Windows for a command that runs the engine core in another process."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise ConfigError(
+            f"`vllmx {command}` needs Linux or macOS: run it in WSL 2; on Windows itself"
+            " `vllmx run`, `chat` and `complete` work"
+        )
 
 
 def _dotted_names() -> frozenset[str]:

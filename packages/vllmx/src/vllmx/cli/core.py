@@ -12,7 +12,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.system.logs import configure_logging
 
-from vllmx.cli.command import ModelCommand
+from vllmx.cli.command import ModelCommand, needs_unix_sockets
 from vllmx.cli.options import engine_options, log_level_option, resolve
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -29,6 +29,7 @@ def core(listen: str, log_level: str, **flags: Any) -> None:
     have the key of --rank-key-file. What goes between hosts is not encrypted: give it a network
     that only they use.
     """
+    needs_unix_sockets("core")
     configure_logging(log_level)
     (config,) = resolve((EngineConfig,), flags)
     from vllmx_core.system.greeter import listen as opened_at

@@ -10,6 +10,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.system.logs import configure_logging
 
+from vllmx.cli.command import needs_unix_sockets
 from vllmx.cli.options import log_level_option
 
 
@@ -25,6 +26,7 @@ def rank(model: str, listen: str, rank_key_file: str, mmproj: str | None, log_le
     The server says everything else. Wait for it, serve it until it ends, wait again. What goes
     between hosts is not encrypted: give it a network that only they use.
     """
+    needs_unix_sockets("rank")
     configure_logging(log_level)
     try:
         listener: Any = import_module("vllmx_tp.hosted_group")

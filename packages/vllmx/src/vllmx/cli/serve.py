@@ -19,7 +19,7 @@ from vllmx_core.system.logs import FORMAT_VARIABLE, configure_logging
 from vllmx_core.system.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
-from vllmx.cli.command import SERVED_NAME, ModelCommand
+from vllmx.cli.command import SERVED_NAME, ModelCommand, needs_unix_sockets
 from vllmx.cli.config_file import read_yaml
 from vllmx.cli.options import (
     config_path,
@@ -122,6 +122,7 @@ def serve(**flags: Any) -> None:
     (org/repo, or org/repo:file.gguf); without it the demo model is served. Every option can also be
     set as VLLMX_<NAME> or in a YAML file (--config).
     """
+    needs_unix_sockets("serve")
     hold_standard_streams()
     stream = StandardError()
     level = flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info"

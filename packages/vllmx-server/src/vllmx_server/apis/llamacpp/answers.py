@@ -131,13 +131,14 @@ class LlamaAnswer(Answer):
     def _timings(self, index: int, cached: int, num_prompt: int, count: int) -> dict[str, float]:
         prompt_s, rest_s = phases_s(self._generation, index)
         found: dict[str, float] = {"cache_n": cached}
-        for name, number, seconds in (
-            ("prompt", num_prompt - cached, prompt_s),
-            ("predicted", count, rest_s),
+        computed, later = num_prompt - cached, max(0, count - 1)  # the first comes with the prompt
+        for name, number, timed, seconds in (
+            ("prompt", computed, computed, prompt_s),
+            ("predicted", count, later, rest_s),
         ):
             found[f"{name}_n"], found[f"{name}_ms"] = number, seconds * 1000
-            found[f"{name}_per_token_ms"] = seconds * 1000 / max(1, number)
-            found[f"{name}_per_second"] = number / seconds if seconds else 0.0
+            found[f"{name}_per_token_ms"] = seconds * 1000 / timed if timed else 0.0
+            found[f"{name}_per_second"] = timed / seconds if seconds else 0.0
         return found
 
     def _probabilities(self, choice: CompletionOutput) -> dict[str, Any]:
