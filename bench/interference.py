@@ -154,7 +154,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
         stop.set()
         await asyncio.gather(*streams)
         if options.split:
-            stats = llm.stats
+            stats = llm._frontend.stats
             print(f"tokens that moved: {stats.peer_tokens}; failures: {stats.num_peer_failures}")
     first_token_s = float(np.median([end - start for start, end in busy]))
     return [

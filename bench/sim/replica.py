@@ -25,6 +25,8 @@ class Machine:
 
     Attributes:
         token_s: seconds of a prompt's token.
+        start_s: seconds of a prompt of one token, from the call to the first token: a step, and all
+            that frontend and messages add to it.
         steps: (rows, seconds of a step that decodes them).
         stretch: seconds that a second of prefill takes while others decode: chunks are sized to
             double a step (`--target-itl auto`).
@@ -35,6 +37,7 @@ class Machine:
     num_rows: int
     num_blocks: int
     stretch: float = 2.0
+    start_s: float = 0.0
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step that decodes so many rows."""
@@ -196,7 +199,8 @@ class Replica:
 
     def _needed_s(self, running: Running) -> float:
         cached = min(running.num_hit * BLOCK_TOKENS, running.request.num_tokens - 1)
-        return (running.request.num_tokens - cached) * self.machine.token_s
+        new = running.request.num_tokens - cached
+        return self.machine.start_s + new * self.machine.token_s
 
     def _hit(self, request: Request) -> int:
         count, cached = 0, self.cached
