@@ -50,8 +50,9 @@ async def timed(llm: AsyncLLM, length: int, max_tokens: int) -> list[float]:
     prompt = random.choices(range(_NUM_IDS), k=length)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     at_s = [time.perf_counter()]
-    async for _ in await llm.submit(prompt, params, kind="delta"):
-        at_s.append(time.perf_counter())
+    async with await llm.submit(prompt, params, kind="delta") as stream:
+        async for _ in stream:
+            at_s.append(time.perf_counter())
     return np.diff(at_s).tolist()
 
 
@@ -62,24 +63,33 @@ async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
         calls = (timed(llm, length, max_tokens) for _ in range(rows * options.replicas))
         return await asyncio.gather(*calls)
 
-    async def prompt_s(length: int) -> float:
-        runs = [await all_at_once(length, 1) for _ in range(options.rounds)]
-        return float(np.median([one[0] for run in runs for one in run]))
+    async def prompts_s() -> dict[int, float]:
+        """Seconds by length, medians of rounds in turn."""
+        found: dict[int, list[float]] = {length: [] for length in _PROMPTS}
+        for _ in range(options.rounds):
+            for length, seconds in found.items():
+                seconds += [one[0] for one in await all_at_once(length, 1)]
+        return {length: float(np.median(seconds)) for length, seconds in found.items()}
 
-    await prompt_s(_PROMPTS[-1])  # the cost models learn
-    prompts = [(length, await prompt_s(length)) for length in _PROMPTS]
-    steps = []
+    async def decode() -> None:
+        while True:
+            await all_at_once(16, 400)
+
+    await all_at_once(_PROMPTS[-1], 100, 8)  # the cost models learn
+    alone_s, steps = await prompts_s(), []
     for rows in _ROWS:
-        gaps = [gap for one in await all_at_once(16, 100, rows) for gap in one[10:-10]]
+        gaps = [gap for one in await all_at_once(16, 200, rows) for gap in one[10:-10]]
         steps.append((rows, float(np.mean(gaps))))
-    decodes = asyncio.ensure_future(all_at_once(16, 600, 4))
-    await asyncio.sleep(0.2)
-    beside = [await prompt_s(256) for _ in range(2) if not decodes.done()]
-    await decodes
-    token_s = (prompts[-1][1] - prompts[0][1]) / (prompts[-1][0] - prompts[0][0])
-    stretch = max(1.1, min(beside) / dict(prompts)[256])
-    blocks = options.blocks
-    return Machine(token_s, tuple(steps), 64, blocks, stretch, start_s=prompts[0][1])
+    decodes = [asyncio.ensure_future(decode()) for _ in range(4)]
+    beside_s = await prompts_s()
+    for task in decodes:
+        task.cancel()
+    await asyncio.wait(decodes)
+    first, last = _PROMPTS[0], _PROMPTS[-1]
+    token_s = (alone_s[last] - alone_s[first]) / (last - first)
+    stretches = tuple((one, max(1.05, beside_s[one] / alone_s[one])) for one in _PROMPTS)
+    sizes = 64, options.blocks, stretches
+    return Machine(token_s, tuple(steps), *sizes, start_s=alone_s[first])
 
 
 async def session(
@@ -162,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="of each measured cost")
+    parser.add_argument("--rounds", type=int, default=12, help="of each measured cost")
     parser.add_argument("--sessions", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=20.0, help="in which sessions begin")
     parser.add_argument("--turns", type=int, default=5)

@@ -180,8 +180,8 @@ def test_the_ray_cluster_runs_the_image(root: Path, dockerfile: list[tuple[str, 
     assert program == json.loads(values(dockerfile, "ENTRYPOINT")[-1])[0]
     given = understood(arguments)
     assert given["ray_address"] in script
-    assert given["replicas"] == workers["replicas"]
-    assert given["num_threads"] == int(worker["resources"]["requests"]["cpu"])
+    assert int(given["replicas"]) == workers["replicas"]
+    assert int(given["num_threads"]) == int(worker["resources"]["requests"]["cpu"])
     assert "--build-arg RAY=ray" in text
     assert (root / "packages" / "vllmx-ray").is_dir()
     subprocess.run(["bash", "-n", "-c", script], check=True, timeout=PATIENCE_S)

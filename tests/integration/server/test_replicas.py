@@ -155,7 +155,8 @@ def test_each_of_several_models_has_replicas(
     with running_server(*flags, environment=fake_environment) as made:
 
         def answers() -> list[str]:
-            bodies = [{"model": name, "prompt": "ab", "max_tokens": 5} for name in ("one", "two")]
+            asked = {"prompt": "ab", "max_tokens": 5, "temperature": 0}
+            bodies = [asked | {"model": name} for name in ("one", "two")]
             found = [made.post("/v1/completions", body) for body in bodies]
             assert [one.json()["model"] for one in found] == ["one", "two"]
             return [one.json()["choices"][0]["text"] for one in found]
