@@ -26,6 +26,7 @@ from vllmx.bench.figures import show
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.replicas.frontend import ReplicaFrontend
 
 _NUM_IDS = 1000
 _BREAK_S = 1.0
@@ -130,14 +131,14 @@ async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | s
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
-    apart = {"replicas": 2, "prefill_replicas": 1, "num_threads": 2}
     config = EngineConfig(
         model=str(options.model),
         max_model_len=max(2048, options.prompt + 64),
         max_num_seqs=32,
         target_itl=options.target_itl,
         enable_prefix_caching=options.split,
-        **apart if options.split else {},
+        replicas=1 + options.split,
+        prefill_replicas=int(options.split),
     )
     gaps, stop = Gaps(), asyncio.Event()
     async with await AsyncLLM.start(config) as llm:
@@ -154,6 +155,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
         stop.set()
         await asyncio.gather(*streams)
         if options.split:
+            assert isinstance(llm._frontend, ReplicaFrontend)
             stats = llm._frontend.stats
             print(f"tokens that moved: {stats.peer_tokens}; failures: {stats.num_peer_failures}")
     first_token_s = float(np.median([end - start for start, end in busy]))

@@ -8,14 +8,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 from vllmx_core.plugins.registry import Registry
+from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.replicas.frontend import ReplicaFrontend
 
 from tests.waiting import until
 
-from .test_remote_core import LONG, client, find, hosting, key_file
+from .test_remote_core import client, find, hosting, key_file
 
 __all__ = ["key_file"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 
 
 class Between:
@@ -59,7 +61,7 @@ async def between(address: str) -> AsyncIterator[tuple[str, Between]]:
 
 async def ids_of(llm: AsyncLLM) -> list[list[int]]:
     async def one() -> list[int]:
-        return list((await (await llm.submit("hi", LONG)).last()).outputs[0].token_ids)
+        return list((await (await llm.submit("hi", PARAMS)).last()).outputs[0].token_ids)
 
     return await asyncio.gather(*(one() for _ in range(4)))
 
@@ -72,18 +74,17 @@ async def test_streams_outlive_it(
     async with (
         hosting(found) as first,
         hosting(found) as second,
-        between(first) as (address, there),
-        client(found, f"{address},{second}", key_file) as llm,
+        between(first) as (one, to_first),
+        between(second) as (other, to_second),
+        client(found, f"{one},{other}", key_file) as llm,
     ):
         assert isinstance(llm._frontend, ReplicaFrontend)
-        seat = llm._frontend._seats[0]
+        seats = llm._frontend._seats
         wanted = await ids_of(llm)
-        while True:
-            running = asyncio.ensure_future(ids_of(llm))
-            await until(lambda task=running: bool(seat.flights) or task.done())  # type: ignore[misc]
-            if seat.flights:
-                break
-        there.fault = fault
+        running = asyncio.ensure_future(ids_of(llm))
+        await until(lambda: any(seat.flights for seat in seats.values()))
+        seat = max(seats.values(), key=lambda seat: len(seat.flights))
+        (to_first, to_second)[seat.number].fault = fault
         await until(lambda: not seat.serves)
         assert await running == wanted
         await until(lambda: seat.serves)
