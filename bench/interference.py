@@ -1,6 +1,9 @@
 """Time between tokens of running streams while long prompts come in.
 
     python bench/interference.py --model models/qwen3-0.6b-random [--target-itl auto]
+    python bench/interference.py --model models/qwen3-0.6b-random --prompt 4096 --split
+
+With --split one replica computes prompts and another one decodes (`--prefill-replicas 1`).
 
 `--rows` streams decode all the time; prompts of `--prompt` tokens arrive one after the other, the
 first ones uncounted (the scheduler learns from them what a step costs). What is counted are the
@@ -23,6 +26,7 @@ from vllmx.bench.figures import show
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.replicas.frontend import ReplicaFrontend
 
 _NUM_IDS = 1000
 _BREAK_S = 1.0
@@ -129,10 +133,12 @@ async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | s
 async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
     config = EngineConfig(
         model=str(options.model),
-        max_model_len=2048,
+        max_model_len=max(2048, options.prompt + 64),
         max_num_seqs=32,
         target_itl=options.target_itl,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.split,
+        replicas=1 + options.split,
+        prefill_replicas=int(options.split),
     )
     gaps, stop = Gaps(), asyncio.Event()
     async with await AsyncLLM.start(config) as llm:
@@ -148,6 +154,10 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
             idle.append((begin + _BREAK_S / 4, busy[-1][0]))
         stop.set()
         await asyncio.gather(*streams)
+        if options.split:
+            assert isinstance(llm._frontend, ReplicaFrontend)
+            stats = llm._frontend.stats
+            print(f"tokens that moved: {stats.peer_tokens}; failures: {stats.num_peer_failures}")
     first_token_s = float(np.median([end - start for start, end in busy]))
     return [
         {"while": name, "gaps": len(found), **_percentiles(found), "first_token_s": first}
@@ -175,6 +185,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="prompts that are counted")
     parser.add_argument("--warm-up", type=int, default=1, help="prompts that are not")
     parser.add_argument("--batch", type=int, default=0, help="requests of the lowest priority")
+    parser.add_argument("--split", action="store_true", help="compute prompts at another replica")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     measured = measure_batch(options) if options.batch else measure(options)

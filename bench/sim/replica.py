@@ -25,21 +25,29 @@ class Machine:
 
     Attributes:
         token_s: seconds of a prompt's token.
+        start_s: seconds of a prompt of one token, from the call to the first token: a step, and all
+            that frontend and messages add to it.
         steps: (rows, seconds of a step that decodes them).
-        stretch: seconds that a second of prefill takes while others decode: chunks are sized to
-            double a step (`--target-itl auto`).
+        stretches: (tokens of a prompt, seconds that a second of prefill takes while others
+            decode). Chunks are sized to double a step (`--target-itl auto`).
     """
 
     token_s: float
     steps: tuple[tuple[int, float], ...]
     num_rows: int
     num_blocks: int
-    stretch: float = 2.0
+    stretches: tuple[tuple[int, float], ...] = ((1, 2.0),)
+    start_s: float = 0.0
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step that decodes so many rows."""
         counts, seconds = zip(*self.steps, strict=True)
         return float(np.interp(rows, counts, seconds))
+
+    def stretch(self, num_tokens: int) -> float:
+        """See `stretches`."""
+        counts, stretches = zip(*self.stretches, strict=True)
+        return float(np.interp(num_tokens, counts, stretches))
 
 
 QWEN3_CPU = Machine(
@@ -60,6 +68,7 @@ class Running:
     number: int
     num_hit: int = 0
     left_s: float = 0.0
+    stretch: float = 1.0
     first_s: float = 0.0
 
 
@@ -153,7 +162,7 @@ class Replica:
             num_waiting=len(self.waiting),
             queued_s=self.queued_s + own_s,
             token_s=machine.token_s,
-            stretch=machine.stretch if decoding else 1.0,
+            stretch=machine.stretches[-1][1] if decoding else 1.0,
             row_s=row_s,
             free_rows=machine.num_rows - running,
             free_blocks=machine.num_blocks - self.num_owned,
@@ -169,14 +178,14 @@ class Replica:
 
     # --- inside -----------------------------------------------------------------------------------
     def _stretch(self) -> float:
-        return self.machine.stretch if self.rows else 1.0
+        return self.prompt.stretch if self.rows and self.prompt is not None else 1.0
 
     def _token_s(self) -> float:
         """Seconds of a step."""
         step_s = self.steps_s[len(self.rows)]
         if self.prompt is None:
             return step_s
-        return step_s * self.machine.stretch / (self.machine.stretch - 1.0)
+        return step_s * self.prompt.stretch / (self.prompt.stretch - 1.0)
 
     def _admit(self) -> None:
         """Begins the next prompt where there is a row, and blocks, for it."""
@@ -192,11 +201,15 @@ class Replica:
         self.num_owned += blocks
         first.num_hit = self._hit(first.request)
         first.left_s = self._needed_s(first)
+        first.stretch = self.machine.stretch(self._new_tokens(first))
         self.prompt = first
 
     def _needed_s(self, running: Running) -> float:
+        return self.machine.start_s + self._new_tokens(running) * self.machine.token_s
+
+    def _new_tokens(self, running: Running) -> int:
         cached = min(running.num_hit * BLOCK_TOKENS, running.request.num_tokens - 1)
-        return (running.request.num_tokens - cached) * self.machine.token_s
+        return running.request.num_tokens - cached
 
     def _hit(self, request: Request) -> int:
         count, cached = 0, self.cached

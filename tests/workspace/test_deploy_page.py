@@ -167,6 +167,48 @@ def test_probes_and_the_grace_period_fit_the_server(manifest: dict[str, list[Any
     assert pod["terminationGracePeriodSeconds"] >= before + drain_s + 10
 
 
+def test_the_ray_cluster_runs_the_image(root: Path, dockerfile: list[tuple[str, str]]) -> None:
+    text = (root / "docs" / "deploy" / "kuberay.yaml").read_text()
+    cluster, service = yaml.safe_load_all(text)
+    head = cluster["spec"]["headGroupSpec"]["template"]
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    (server,) = head["spec"]["containers"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert server["image"] == worker["image"]
+    script, program, *arguments = server["args"]
+    assert program == json.loads(values(dockerfile, "ENTRYPOINT")[-1])[0]
+    given = understood(arguments)
+    assert given["ray_address"] in script
+    assert int(given["replicas"]) == workers["replicas"]
+    assert int(given["num_threads"]) == int(worker["resources"]["requests"]["cpu"])
+    assert "--build-arg RAY=ray" in text
+    assert (root / "packages" / "vllmx-ray").is_dir()
+    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=PATIENCE_S)
+    ports = {each["name"]: each["containerPort"] for each in server["ports"]}
+    assert str(ports["http"]) == environment(dockerfile)["VLLMX_PORT"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert server[name]["httpGet"]["path"] in GET
+    for spec in (head["spec"], workers["template"]["spec"]):
+        volumes = {each["name"] for each in spec["volumes"]}
+        assert volumes == {each["name"] for each in spec["containers"][0]["volumeMounts"]}
+
+
+def test_the_gateway_finds_the_manifests_pods(root: Path, manifest: dict[str, list[Any]]) -> None:
+    text = (root / "docs" / "deploy" / "gateway.yaml").read_text()
+    pool, route = yaml.safe_load_all(text)
+    pod = manifest["Deployment"][0]["spec"]["template"]
+    assert pool["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    (port,) = pod["spec"]["containers"][0]["ports"]
+    assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
+    (target,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (target["kind"], target["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert pool["apiVersion"].startswith(target["group"])
+    source = (root / "packages/vllmx-server/src/vllmx_server/watch/metrics.py").read_text()
+    for name in re.findall(r"-metric=vllmx:(\S+)", text):
+        assert f'"{name}"' in source, name
+
+
 def test_compose_runs_the_image(root: Path, dockerfile: list[tuple[str, str]]) -> None:
     path = root / "docs" / "deploy" / "compose.yaml"
     services = yaml.safe_load(path.read_text())["services"]

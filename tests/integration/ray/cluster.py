@@ -1,5 +1,6 @@
 """Two raylets on this machine, until the standard input ends: prints the address of the cluster,
-and the process ids of both raylets. Each line of the input adds a raylet and prints its id."""
+and the process ids of both raylets and of the head's server. Each line of the input adds a raylet
+and prints its id."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from ray.cluster_utils import Cluster
 STORE_BYTES = 80 << 20
 
 
-def raylet(node: Any) -> int:
-    return int(node.all_processes["raylet"][0].process.pid)
+def pid(node: Any, kind: str = "raylet") -> int:
+    return int(node.all_processes[kind][0].process.pid)
 
 
 def main() -> None:
@@ -20,9 +21,10 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
     def added() -> int:
-        return raylet(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
+        return pid(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
 
-    print(cluster.address, raylet(cluster.head_node), added(), flush=True)
+    head_pids = pid(cluster.head_node), pid(cluster.head_node, "gcs_server")
+    print(cluster.address, head_pids[0], added(), head_pids[1], flush=True)
     for _ in sys.stdin:
         print(added(), flush=True)
     cluster.shutdown()

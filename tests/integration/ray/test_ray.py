@@ -54,7 +54,8 @@ class RayCluster:
         deadline = time.monotonic() + PATIENCE_S
         while not (words := self._started()):
             assert time.monotonic() < deadline, "Ray does not start here"
-        self.address, (self.head, self.second) = words[0], map(int, words[1:])
+        self.address = words[0]
+        self.head, self.second, self.server = map(int, words[1:])
 
     def _started(self) -> list[str]:
         """The words of the script; none if Ray gave up, which does not wait for a busy machine."""
@@ -69,7 +70,7 @@ class RayCluster:
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if len(words := line.split()) == 3 and ":" in words[0]:
+            if len(words := line.split()) == 4 and ":" in words[0]:
                 return words
         self.close()
         return []
@@ -245,6 +246,26 @@ def test_what_cannot_be_placed(cluster: RayCluster) -> None:
         placed(replace(large, model="/nowhere")),
     ):
         pass
+
+
+async def test_a_lost_head_loses_no_stream(cluster: RayCluster) -> None:
+    """The last test of the cluster: Ray ends it. What runs elsewhere goes on until then."""
+    from vllmx_ray.placing import placed
+
+    with placed(config(cluster.address)) as found:
+        async with await AsyncLLM.start(found) as llm:
+            assert isinstance(llm._frontend, ReplicaFrontend)
+            seats = llm._frontend._seats
+            wanted = [[] for _ in REQUESTS]  # type: list[list[int]]
+            both = zip(REQUESTS, wanted, strict=True)
+            await asyncio.gather(*(streamed(llm, *one) for one in both))
+            answers, streams = await _paused(llm, seats)
+            _kill_all(cluster.server)
+            _kill_all(cluster.head)
+            await until(lambda: sum(seat.serves for seat in seats.values()) <= 1)
+            await llm.resume()
+            await asyncio.gather(*streams)
+            assert answers == wanted
 
 
 def test_a_cluster_that_is_not_there() -> None:

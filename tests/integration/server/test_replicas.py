@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from vllmx.cli.replicas import replicas
 from vllmx_core.errors import ConfigError
+from vllmx_testing.fake_checkpoint import make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -141,3 +143,28 @@ def test_operators_calls_reach_all_replicas(server: RunningServer) -> None:
     assert server.post("/wake", headers=ADMIN).status_code == 200
     wait_until(lambda: states(server) == ["ready", "ready"])
     assert len(set(texts(server))) == 8
+
+
+def test_each_of_several_models_has_replicas(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    for name in ("one", "two"):
+        make_fake_checkpoint(tmp_path / name, vocab_size=128, eos_id=None)
+    models = [f"--model={name}={tmp_path / name}" for name in ("one", "two")]
+    flags = ("--backend=fake", *models, "--replicas=2", "--num-threads=2")
+    with running_server(*flags, environment=fake_environment) as made:
+
+        def answers() -> list[str]:
+            asked = {"prompt": "ab", "max_tokens": 5, "temperature": 0}
+            bodies = [asked | {"model": name} for name in ("one", "two")]
+            found = [made.post("/v1/completions", body) for body in bodies]
+            assert [one.json()["model"] for one in found] == ["one", "two"]
+            return [one.json()["choices"][0]["text"] for one in found]
+
+        wanted = answers()
+        text = made.get("/metrics").text
+        for name in ("one", "two"):
+            assert f'num_requests_running{{model_name="{name}",replica="1"}}' in text
+        assert len(cores(made)) == 4
+        os.kill(cores(made)[0], signal.SIGKILL)
+        assert answers() == wanted

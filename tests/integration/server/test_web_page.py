@@ -215,6 +215,19 @@ def test_the_live_panel(open_tab: OpenTab) -> None:
     tab.page.route("**/metrics", lambda route: route.fulfill(body=route.fetch().text() + more))
     tab.page.locator(".plot", has_text="Running").get_by_text("3", exact=True).wait_for()
     tab.page.locator(".plot", has_text="KV cache").get_by_text("75 %", exact=True).wait_for()
+    assert not tab.page.locator(".replicas").count()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    more += "".join(
+        f'vllmx:{name}{{model_name="c",replica="{number}"}} {value}\n'
+        for number in (10, 9)
+        for name, value in zip(names, (number, 1, 0.25), strict=True)
+    )
+    table = tab.page.locator(".replicas tbody tr")
+    table.first.wait_for()
+    assert [row.split() for row in table.all_inner_texts()] == [
+        ["9", "9", "1", "25", "%"],
+        ["10", "10", "1", "25", "%"],
+    ]
 
 
 def test_states_of_models_and_a_refusal_that_is_no_matter_of_keys(open_tab: OpenTab) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_engine.core import peers as peers_module
+from vllmx_engine.core import tiered_prefixes as tiered_module
 from vllmx_engine.core import tiers as tiers_module
 from vllmx_engine.core.announcer import Announcer
 from vllmx_engine.core.peers import Peers
@@ -40,13 +41,17 @@ class Pair:
 
     Attributes:
         asked: the names of each message.
+        answers: those of each answer.
         change: what becomes of an answer on its way.
     """
 
-    def __init__(self, rules: FakeRules, **config: Any) -> None:
-        self.giver = harness(rules, role="prefill")
+    def __init__(
+        self, rules: FakeRules, giver: dict[str, Any] | None = None, **config: Any
+    ) -> None:
+        self.giver = harness(rules, role="prefill", **giver or {})
         self.taker = harness(rules, role="decode", **config)
         self.asked: list[list[bytes]] = []
+        self.answers: list[list[bytes]] = []
         self.change: Callable[[bytearray], bytes] = bytes
         self.of = "blocks"
         for core in (self.giver.core, self.taker.core):
@@ -72,11 +77,13 @@ class Pair:
             max_num_batched_tokens=1, weight_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
             role="prefill", blocks_of=self.of,
         )  # fmt: skip
-        sent = threading.Semaphore(0)
+        done = threading.Event()
 
         def emit(answer: Blocks) -> None:
             connection.sendall(self.change(encode_frame(answer)))
-            sent.release()
+            self.answers.append(list(answer.blocks))
+            if answer.is_last or self.change is not bytes:
+                done.set()
 
         with connection:
             connection.sendall(encode_frame(Ready(info)))
@@ -85,14 +92,14 @@ class Pair:
                 for message in reader.feed(data):
                     assert isinstance(message, PullBlocks)
                     self.asked.append(message.names)
-                    self._gives.hand_on(message.names, emit)
-                    sent.acquire()
+                    self._gives.hand_on(message.names, message.request_id, emit)
+                    done.wait()
                     if self.change is not bytes:
                         return
 
-    def continued(self, prompt: list[int]) -> int:
+    def continued(self, prompt: list[int], source_id: str = "") -> int:
         """The tokens of a prompt that the taker need not compute."""
-        name = self.taker.add(prompt, 8, source="the giver")
+        name = self.taker.add(prompt, 8, source="the giver", source_id=source_id)
         self.taker.run()
         self.taker.check_outputs()
         return self.taker.first[name].num_cached_tokens
@@ -137,14 +144,59 @@ def test_windows_and_states_are_asked_for_as_far_as_they_are_needed() -> None:
     pair = Pair(STATES)
     cached(pair.giver, PROMPT[:25])
     cached(pair.giver, PROMPT)
-    sent: list[Blocks] = []
-    names = [name for part in [*pair.asked] for name in part]
     assert pair.continued(PROMPT) == 48
-    states = pair.asked[-1]
-    assert len(states) == 6, names
-    pair._gives.hand_on(states, sent.append)
-    wait_until(lambda: bool(sent))
-    assert list(sent[0].blocks) == [states[-1]], "of two snapshots the last one"
+    states = pair.asked[-1][-6:]
+    assert {name[-1] for name in states} == {255}
+    assert pair.answers[-1][-1] == states[-1], "of two snapshots the last one"
+    assert not set(states[:-1]) & set(pair.answers[-1])
+
+
+@pytest.mark.parametrize("end", ["computed", "aborted"])
+def test_blocks_come_while_others_are_computed(end: str) -> None:
+    pair = Pair(RULES, giver={"max_num_batched_tokens": 16})
+    computing = pair.giver.add(PROMPT, 1)
+    name = pair.taker.add(PROMPT, 8, source="the giver", source_id=computing, source_s=60.0)
+    pair.taker.add([1, 2, 3], 150)
+    wait_until(lambda: bool(pair._gives._asked))
+    counts = list[int]()
+    while pair._gives._asked:
+        if end == "aborted" and counts[-1:] == [32]:
+            pair.giver.abort(computing)
+        pair.giver.step()
+        pair._gives.send_new()
+        if pair._gives._asked:
+            counts.append(48 - 8 * len(pair._gives._asked[0].names))
+            wait_until(lambda: landed(pair.taker) == counts[-1])
+    assert {16, 32} <= set(counts)
+    assert name not in pair.taker.first
+    pair.taker.run()
+    pair.taker.check_outputs()
+    assert pair.taker.first[name].num_cached_tokens == (48 if end == "computed" else counts[-1])
+    assert pair.failures == 0
+    pair.taker.check_idle()
+    pair.giver.check_idle()
+
+
+@pytest.mark.parametrize("rules", [WINDOWS, STATES], ids=["windows", "states"])
+def test_windows_and_states_come_once_all_is_computed(rules: FakeRules) -> None:
+    pair = Pair(rules, giver={"max_num_batched_tokens": 16})
+    computing = pair.giver.add(PROMPT, 1)
+    name = pair.taker.add(PROMPT, 8, source="the giver", source_id=computing, source_s=60.0)
+    wait_until(lambda: bool(pair._gives._asked))
+    while pair._gives._asked:
+        pair.giver.step()
+        pair._gives.send_new()
+        pair.taker.step()
+    pair.taker.run()
+    pair.taker.check_outputs()
+    assert pair.taker.first[name].num_cached_tokens == 48
+    pair.taker.check_idle()
+
+
+def landed(engine: Harness) -> int:
+    """The tokens that have come from the other core so far."""
+    engine.step()
+    return engine.core.stats().peer_tokens
 
 
 @KINDS
@@ -155,7 +207,7 @@ def test_blocks_travel_in_bounded_messages(
     pair = Pair(rules)
     cached(pair.giver, PROMPT)
     assert pair.continued(PROMPT) == 48
-    assert len(pair.asked) >= 6
+    assert len(pair.answers) >= 6
     assert Announcer(pair.taker.core, b"k" * 32).load().pull_byte_s > 0
     monkeypatch.setattr(tiers_module, "_PULL_AGE_S", 0.0)
     assert Announcer(pair.taker.core, b"k" * 32).load().pull_byte_s == 0
@@ -188,7 +240,7 @@ def test_a_bad_peer_costs_hits_alone(fault: str, monkeypatch: pytest.MonkeyPatch
     pair = Pair(RULES)
     cached(pair.giver, PROMPT)
     changes: dict[str, Callable[[bytearray], bytes]] = {
-        "damaged": lambda frame: bytes(frame[:-1] + bytes((frame[-1] ^ 1,))),
+        "damaged": lambda frame: bytes(frame[:-40] + bytes((frame[-40] ^ 1,)) + frame[-39:]),
         "cut": lambda frame: bytes(frame[:-7]),
         "nonsense": lambda frame: b"\xff" * 40,
     }
@@ -197,16 +249,22 @@ def test_a_bad_peer_costs_hits_alone(fault: str, monkeypatch: pytest.MonkeyPatch
         assert tiers is not None
         send = peers_module._send
         monkeypatch.setattr(
-            peers_module, "_send", lambda copies, key, emit: send(copies, b"o" * 32, emit)
+            peers_module, "_send", lambda copies, key, *rest: send(copies, b"o" * 32, *rest)
         )
         assert cache.key == b"k" * 32
     elif fault == "hangs":
-        monkeypatch.setattr(peers_module, "PULL_S", 0.01)
-        monkeypatch.setattr(pair._gives, "hand_on", lambda names, emit: None)
+        tiers = pair.taker.core.scheduler.tiers
+        assert tiers is not None
+        monkeypatch.setattr(peers_module, "LOOK_S", 0.01)
+        monkeypatch.setattr(tiered_module, "_UNKNOWN_S", 0.05)
+        monkeypatch.setattr(pair._gives, "hand_on", lambda *args: None)
     else:
         pair.change = changes[fault]
     assert pair.continued(PROMPT) == 0
-    assert pair.failures == 1
+    assert pair.failures == (fault != "hangs")
+    if fault == "hangs":
+        assert tiers.num_given_up == 1
+        wait_until(lambda: not any(one.name == "vllmx-kv-pull" for one in threading.enumerate()))
 
 
 def test_a_role_needs_the_prefix_cache() -> None:

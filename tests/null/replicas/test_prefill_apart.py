@@ -10,7 +10,7 @@ from vllmx_core.config import Role
 from vllmx_core.errors import ConfigError
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.replicas.frontend import ReplicaFrontend
-from vllmx_engine.wire.ipc import AbortRequests, AddRequest, Announced
+from vllmx_engine.wire.ipc import AbortRequests, Announced
 from vllmx_engine.wire.messages import ReplicaLoad, choices_of, pack_ids
 
 from .test_replica_frontend import PlayedCore, Seen, request
@@ -64,16 +64,18 @@ def check_idle(seen: Seen) -> None:
 async def test_a_prompt_is_computed_first_and_continued_elsewhere(seen: Seen) -> None:
     seen.frontend.add(choices_of(request(logprobs=2), []))
     prefill = seen.cores[0].added.request
-    assert prefill.request_id == "1:r~p0"
+    assert prefill.request_id == "1:r~p"
     assert (prefill.max_tokens, prefill.params.logprobs, prefill.source) == (1, None, "")
     assert prefill.prompt == request().prompt
-    assert seen.holder() is seen.cores[0]
-    seen.cores[0].say("1:r~p0", 7)
-    seen.cores[0].say("1:r~p0", finish_reason="length")
     decoder = seen.holder()
     assert decoder is not seen.cores[0]
     there = decoder.added.request
-    assert (there.source, there.max_tokens, there.params.logprobs) == ("place 0", 9, 2)
+    assert (there.source, there.source_id) == ("place 0", "1:r~p")
+    assert 0.0 < there.source_s < 1.0
+    assert (there.max_tokens, there.params.logprobs) == (9, 2)
+    seen.cores[0].say("1:r~p", 7)
+    seen.cores[0].say("1:r~p", finish_reason="length")
+    assert seen.ids("r") == []
     decoder.say(there.request_id, 3, 4)
     decoder.die()  # the next one fetches the blocks too, and goes on
     other = seen.holder()
@@ -90,52 +92,57 @@ async def test_choices_share_a_prompt_that_is_computed_elsewhere(seen: Seen) -> 
     call += [msgspec.structs.replace(request("b"), leader="a")]
     seen.frontend.add(call)
     assert not seen.cores[0].added.followers
-    seen.frontend.abort(["a"])
-    assert not [one for one in seen.cores[0].sent if one == AbortRequests(["1:a~p0"])]
-    seen.cores[0].say("1:a~p0", finish_reason="length")
     decoder = seen.holder()
-    assert decoder.added.request.request_id.endswith("b~1")
-    assert decoder.added.request.leader is None
+    assert len(decoder.added.followers) == 1
+    assert decoder.added.request.source == "place 0"
+    seen.frontend.abort(["a"])
+    assert AbortRequests(["1:a~p"]) not in seen.cores[0].sent
     seen.frontend.abort(["b"])
+    assert AbortRequests(["1:a~p"]) in seen.cores[0].sent
     check_idle(seen)
 
 
-@pytest.mark.parametrize("end", ["killed", "error", "drained"])
+@pytest.mark.parametrize("end", ["killed", "error", "drained", "late"])
 async def test_a_prefill_that_fails_costs_time_alone(end: str, seen: Seen) -> None:
     seen.frontend.add([request()])
-    prefiller = seen.cores[0]
-    if end == "killed":
+    prefiller, first = seen.cores[0], seen.holder()
+    if end == "late":
+        first.say(first.added.request.request_id, 2)
+    if end in ("killed", "late"):
         prefiller.die()
     elif end == "error":
-        prefiller.say("1:r~p0", finish_reason="error", error="no room")
+        prefiller.say("1:r~p", finish_reason="error", error="no room")
     else:
         await seen.frontend.drain(0, 0.0)
     decoder = seen.holder()
     assert decoder is not prefiller
-    assert decoder.added.request.source == ""
-    assert decoder.added.request.request_id.endswith("r~1")
+    moved = end in ("killed", "drained")
+    assert decoder.added.request.request_id.endswith("r~1" if moved else "r")
+    if moved:
+        assert decoder.added.request.source == ""
+        assert any(isinstance(one, AbortRequests) for one in first.sent)
     decoder.say(decoder.added.request.request_id, 1, finish_reason="stop")
-    prefiller.say("1:r~p0", finish_reason="length")  # too late
-    assert seen.ids("r") == [1]
+    prefiller.say("1:r~p", finish_reason="length")  # too late
+    assert seen.ids("r") == [2, 1] if end == "late" else [1]
     check_idle(seen)
 
 
 async def test_an_aborted_prefill_leaves_nothing(seen: Seen) -> None:
     seen.frontend.add([request()])
     seen.frontend.abort(["r"])
-    (aborted,) = [one for one in seen.cores[0].sent if isinstance(one, AbortRequests)]
-    assert "1:r~p0" in aborted.request_ids
-    seen.cores[0].say("1:r~p0", finish_reason="length")
-    assert not any(isinstance(one, AddRequest) for core in seen.cores[1:] for one in core.sent)
+    assert AbortRequests(["1:r~p"]) in seen.cores[0].sent
+    seen.cores[0].say("1:r~p", finish_reason="length")
     check_idle(seen)
 
 
 async def test_prompts_stay_where_that_is_sooner(seen: Seen) -> None:
     def goes_to(name: str) -> PlayedCore:
+        """The core that computes the prompt."""
         seen.frontend.add([request(name)])
         core = seen.holder()
+        is_apart = bool(core.added.request.source)
         seen.frontend.abort([name])
-        return core
+        return seen.cores[0] if is_apart else core
 
     assert goes_to("a") is seen.cores[0]
     report(seen, 0, msgspec.structs.replace(IDLE, queued_s=60.0))
@@ -157,7 +164,7 @@ async def test_prompts_stay_where_that_is_sooner(seen: Seen) -> None:
     report(seen, 1, BUSY, digests[16:])
     assert goes_to("e") is seen.cores[1], "fewer than 16 tokens are not cached there"
     seen.frontend.add([request("f", prompt_logprobs=1)])
-    assert seen.holder() is not seen.cores[0]
+    assert not seen.holder().added.request.source
 
 
 async def test_the_only_one_left_generates(seen: Seen) -> None:

@@ -129,11 +129,12 @@ class Announcer:
             self._num_ended, self._ended_s = num_ended, now_s
 
     def _waiting_s(self) -> float:
-        """Seconds of prefill of sequences without a row."""
+        """Seconds of prefill of sequences without a row. Those whose blocks come are not
+        computed."""
         scheduler, seconds, count = self._core.scheduler, 0.0, 0
         if not scheduler.num_waiting:
             return 0.0
-        waiting = (one for one in scheduler.live.values() if one.row < 0)
+        waiting = (one for one in scheduler.live.values() if one.row < 0 and one.fetch is None)
         for sequence in islice(waiting, _LOOKED_AT):
             cached = self._num_cached(sequence)
             seconds += scheduler.cost.chunk_cost(len(sequence.tokens) - cached, cached)

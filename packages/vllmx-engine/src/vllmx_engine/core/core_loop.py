@@ -238,6 +238,8 @@ class CoreLoop:
                         if outputs:
                             for client in self._clients.spread(outputs):
                                 self._end(client)
+                        if self._peers is not None:
+                            self._peers.send_new()
                         self._report(time.monotonic())
             finally:
                 self._core.close()
@@ -268,6 +270,8 @@ class CoreLoop:
                 self._clients.remove(client)
                 if self._announcer is not None:
                     self._announcer.left(client.prefix)
+                if self._peers is not None:
+                    self._peers.left(client.emit)
                 self._abort(self._ids_of(client))
             case AdapterRead():
                 self._add_adapter(message)
@@ -299,9 +303,9 @@ class CoreLoop:
                 self._change_adapters(client, message)
             case Vocabulary():
                 self._core.set_vocabulary(message)
-            case PullBlocks(names):
+            case PullBlocks(names, request_id):
                 if self._peers is not None:
-                    self._peers.hand_on(names, client.emit)
+                    self._peers.hand_on(names, request_id, client.emit)
             case Ping():
                 client.emit(Pong())
             case _:
@@ -364,6 +368,8 @@ class CoreLoop:
     def _report_idle(self) -> None:
         """Counters that no step will report, since none follows, as while the core is paused."""
         if not self._core.has_work:
+            if self._peers is not None:
+                self._peers.send_new()
             self._report(time.monotonic())
 
     def _report(self, now_s: float) -> None:

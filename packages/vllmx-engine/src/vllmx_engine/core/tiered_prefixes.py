@@ -8,6 +8,7 @@ there on they are a hit like any other.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -34,6 +35,10 @@ _IDLE_WAIT_S = 0.01
 """Seconds for which a request that comes may wait while idle blocks are written."""
 _LEAST_S = 0.05
 """Seconds that any fetch may take, however quickly its blocks could be computed."""
+_LAND_SHARE = 1 / 8
+"""The part of the time between two steps for which blocks of another replica are copied in."""
+_LAND_BYTES = 1 << 20
+"""Bytes that are copied in before the time is looked at."""
 
 _Has = Callable[[bytes], bool]
 
@@ -82,6 +87,10 @@ class TieredPrefixes:
         self._clock = clock
         self._waiting: dict[int, tuple[Sequence, Fetch, float]] = {}
         """Sequences that wait for a fetch, by its identity, with the time when it is given up."""
+        self._landed_s = clock()
+        """The time when blocks of other replicas were copied in last."""
+        self._in_pieces = len(prefixes.full_groups) == prefixes.num_groups and slots is None
+        """Any number of blocks is a prefix; with windows or states only that of a whole prompt."""
         self._unwritten: deque[List[int]] = deque()
         """Blocks for `write_idle`, in parts."""
         self._num_steps = 0
@@ -184,11 +193,11 @@ class TieredPrefixes:
             return False
         hit = self._prefixes.look(sequence)
         if source:
-            return self._fetch_from(source, sequence, hit)
+            return self._fetch_from(sequence, hit)
         return self._ask(sequence, hit) or self._fetch(sequence, hit)
 
-    def _fetch_from(self, source: str, sequence: Sequence, hit: Hit) -> bool:
-        """Asks the replica that has computed the prompt for what is missing here."""
+    def _fetch_from(self, sequence: Sequence, hit: Hit) -> bool:
+        """Asks the replica that computes the prompt for what is missing here."""
         end, size = self._prefixes.num_findable(sequence), self._size
         if hit.num_blocks >= end or self._queued_bytes() > _MOST_FETCHED:
             return False
@@ -197,7 +206,9 @@ class TieredPrefixes:
         names = self._unknown(sequence, end, firsts, self.tiers.in_memory)
         if names:
             compute_s = self._compute_s((end - hit.num_blocks) * size, hit.num_blocks * size)
-            self._await(sequence, self.tiers.fetch_from(source, names), compute_s)
+            request = sequence.request
+            fetch = self.tiers.fetch_from(request.source, request.source_id, names)
+            self._await(sequence, fetch, compute_s + 2 * request.source_s)
         return bool(names)
 
     def _unknown(
@@ -269,13 +280,13 @@ class TieredPrefixes:
         if not self._waiting:
             return found
         for fetch in self.tiers.fetched(wait_s):
-            entry = self._waiting.pop(id(fetch), None)
-            if entry is None:
+            if fetch.source or id(fetch) not in self._waiting:
                 continue
-            sequence = entry[0]
+            sequence = self._waiting.pop(id(fetch))[0]
             again = fetch.looks and not sequence.finished
             if not again or not self._fetch(sequence, self._prefixes.look(sequence)):
                 found.append(sequence)
+        found += self._take_pulled(math.inf if wait_s else self._clock() - self._landed_s)
         now_s = self._clock()
         for key, (sequence, fetch, until_s) in list(self._waiting.items()):
             if now_s > until_s or sequence.finished:
@@ -285,6 +296,22 @@ class TieredPrefixes:
                 found.append(sequence)
         return [sequence for sequence in found if not sequence.finished]
 
+    def _take_pulled(self, passed_s: float) -> list[Sequence]:
+        """Copies in what has come from other replicas, for a part of the time that has passed, so
+        that decoding goes on at its pace. Returns sequences for which nothing more will come."""
+        until_s = self._clock() + passed_s * _LAND_SHARE
+        most, found = max(1, _LAND_BYTES // self.block_bytes), list[Sequence]()
+        pulled = [entry[:2] for entry in self._waiting.values() if entry[1].source]
+        for sequence, fetch in pulled:
+            is_over, has_landed = fetch.is_over, self._in_pieces and not sequence.finished
+            while has_landed and self._clock() < until_s:
+                has_landed = self._land(sequence, self._prefixes.look(sequence), fetch, most)
+            if is_over and not has_landed:
+                del self._waiting[id(fetch)]
+                found.append(sequence)
+        self._landed_s = self._clock()
+        return found
+
     def is_ready(self, sequence: Sequence) -> bool:
         """True if it waits neither for blocks nor for its grammar."""
         lacks_grammar = sequence.request.grammar is not None and sequence.grammar is None
@@ -293,10 +320,16 @@ class TieredPrefixes:
     def land(self, sequence: Sequence, hit: Hit) -> bool:
         """Copies what lies in memory behind a sequence's hit into blocks of the device and files
         it, if there are blocks for all of it. True if the sequence has a longer hit now."""
-        fetched = {} if sequence.fetch is None else sequence.fetch.blocks
-        sequence.fetch = None
+        fetch, sequence.fetch = sequence.fetch, None
+        return self._land(sequence, hit, fetch)
+
+    def _land(
+        self, sequence: Sequence, hit: Hit, fetch: Fetch | None, most: int | None = None
+    ) -> bool:
+        """See `land`; at most so many blocks of each group."""
+        fetched = {} if fetch is None else fetch.blocks
         reach = self._reach(
-            sequence, hit, lambda name: name in fetched or self.tiers.in_memory(name)
+            sequence, hit, lambda name: name in fetched or self.tiers.in_memory(name), most
         )
         if reach.num_blocks <= hit.num_blocks:
             return False
@@ -376,9 +409,11 @@ class TieredPrefixes:
                     found[index, group] = block
         return found
 
-    def _reach(self, sequence: Sequence, hit: Hit, has: _Has) -> _Reach:
+    def _reach(self, sequence: Sequence, hit: Hit, has: _Has, most: int | None = None) -> _Reach:
         """The longest prefix beyond a hit whose missing blocks and states can be had."""
         end, length = self._prefixes.num_findable(sequence), hit.num_blocks
+        if most is not None:
+            end = min(end, length + most)
         full = self._prefixes.full_groups
         if not full:
             length = end

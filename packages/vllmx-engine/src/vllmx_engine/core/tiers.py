@@ -74,11 +74,6 @@ class BlockHead(Record):
     content: bytes
 
 
-Pull = Callable[[str, Sequence[bytes]], dict[bytes, KeptBlock]]
-"""Returns the named blocks that the replica at an address has. Raises OSError, ValueError and
-VllmxError if it cannot be reached, or has another model or other options."""
-
-
 class Fetch(MutableRecord, eq=False):
     """Blocks that are read for somebody."""
 
@@ -88,8 +83,17 @@ class Fetch(MutableRecord, eq=False):
     is_given_up: bool = False
     source: str = ""
     """The replica that is asked for them; empty: they are in tiers."""
+    source_id: str = ""
+    """The request that computes them there."""
+    is_over: bool = False
+    """No more blocks come from the replica."""
     looks: bool = False
     """It only asks the shared store which of the blocks it has; `blocks` stays empty."""
+
+
+Pull = Callable[[Fetch], Iterable[dict[bytes, KeptBlock]]]
+"""Yields the blocks of a fetch from another replica as they come. Raises OSError, ValueError and
+VllmxError if it cannot be reached, or has another model or other options."""
 
 
 class Tiers:
@@ -190,9 +194,10 @@ class Tiers:
         self._reader.submit(self._read_all, fetch)
         return fetch
 
-    def fetch_from(self, source: str, names: Sequence[bytes]) -> Fetch:
-        """Asks another replica for blocks; `fetched` will name it. `pull` must be set."""
-        fetch = Fetch(names, source=source)
+    def fetch_from(self, source: str, source_id: str, names: Sequence[bytes]) -> Fetch:
+        """Asks another replica for blocks; `fetched` names it whenever some have come. `pull` must
+        be set."""
+        fetch = Fetch(names, source=source, source_id=source_id)
         Thread(target=self._pull, args=(fetch,), daemon=True, name="vllmx-kv-pull").start()
         return fetch
 
@@ -209,7 +214,7 @@ class Tiers:
         return self._pull_byte_s if time.monotonic() - self._pulled_s < _PULL_AGE_S else 0.0
 
     def fetched(self, wait_s: float) -> list[Fetch]:
-        """Fetches that are over. Waits for one."""
+        """Fetches that are over, or have new blocks from a replica. Waits for one."""
         found: list[Fetch] = []
         try:
             while True:
@@ -302,11 +307,14 @@ class Tiers:
     def _pull(self, fetch: Fetch) -> None:
         assert self.pull is not None, "replicas are known"
         try:
-            fetch.blocks = self.pull(fetch.source, fetch.names)
+            for blocks in self.pull(fetch):
+                fetch.blocks.update(blocks)
+                self._done.put(fetch)
         except (OSError, ValueError, VllmxError) as error:  # what is missing is computed
             self.num_peer_failures += 1
-            logger.warning("no KV blocks from the replica at %s: %s", fetch.source, error)
+            logger.warning("no more KV blocks from the replica at %s: %s", fetch.source, error)
         finally:
+            fetch.is_over = True
             self._done.put(fetch)
 
     def _read_all(self, fetch: Fetch) -> None:

@@ -36,7 +36,7 @@ CORES = Service(
     magic=b"vllmx core\n\0",
     distribution="vllmx-engine",
     version=__version__,
-    protocol=1,
+    protocol=2,
     stranger=f"it is not the host of a core: check the port, and that `{COMMAND}` runs",
 )
 PATIENCE_S = 600.0

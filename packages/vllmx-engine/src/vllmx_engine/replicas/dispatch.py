@@ -1,8 +1,8 @@
 """Sends calls to the replicas that the router chooses, and on to others.
 
-A call moves when its replica is lost. A long prompt may first go to a replica that only computes
-prompts (`--prefill-replicas`); the call then goes to another replica, which fetches the blocks. If
-any of this fails, the second replica computes the prompt itself.
+A call moves when its replica is lost. A long prompt may go to a replica that only computes prompts
+(`--prefill-replicas`); the call goes to another replica, which fetches the blocks as they are
+computed. If any of this fails, the second replica computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -75,10 +75,6 @@ class Dispatch:
                 core_ids = by_seat.setdefault(flight.call.replica, [])
                 core_ids.append(flight.core_id)
                 self._end(flight)
-                prefill = flight.call.prefill
-                if prefill is not None and not flight.call.flights:
-                    self._seats[flight.call.replica].flights.pop(prefill.core_id, None)
-                    core_ids.append(prefill.core_id)
         for number, core_ids in by_seat.items():
             self._seats[number].frontend.abort(core_ids)
 
@@ -91,7 +87,8 @@ class Dispatch:
                 continue
             if flight is flight.call.prefill:
                 if output.finish_reason is not None:
-                    self._follow(flight, seat, is_done=output.error is None)
+                    seat.flights.pop(flight.core_id)
+                    self.router.finished(flight.core_id)
                 continue
             mine = flight.take(output)
             if output.finish_reason is not None:
@@ -102,13 +99,20 @@ class Dispatch:
 
     def leave(self, seat: Seat, text: str, *, is_lost: bool) -> None:
         """Goes on elsewhere with all that a replica works on."""
-        calls = {id(flight.call): flight.call for flight in seat.flights.values()}
+        calls = dict[int, Call]()
+        for flight in list(seat.flights.values()):
+            call = flight.call
+            if flight is call.prefill:
+                self.router.finished(flight.core_id)
+                if any(one.generated for one in call.flights.values()):
+                    continue  # it has all blocks
+                self._recall(call)
+            calls[id(call)] = call
         seat.flights.clear()
         if calls:
             logger.warning("%d requests of replica %d go on elsewhere", len(calls), seat.number)
         for call in calls.values():
             self.router.finished(call.name)
-            call.prefill = None
             call.num_moves += 1
             call.num_lost += is_lost
             reason = f"{text}; {call.num_lost} replicas were lost with it"
@@ -150,27 +154,24 @@ class Dispatch:
             now_s=time.monotonic(),
             num_rows=len(call.flights),
             among=None if len(among) == len(self.router.replicas) else among,
-            num_moved=len(call.digests[1:]) if call.source else 0,
+            num_moved=len(call.digests[1:]) if call.source >= 0 else 0,
         )
-        elsewhere = self._elsewhere(call, choice, num_tokens)
-        choice = elsewhere or choice
-        seat = self._seats[choice.replica]
-        prefix = seat.frontend.info.id_prefix
-        if elsewhere is None:
-            seat.frontend.add(call.sent(prefix))
-            seat.flights.update({flight.core_id: flight for flight in call.flights.values()})
-        else:
-            prefill = call.prefill_at(prefix)
-            seat.frontend.add([prefill.request])
-            seat.flights[prefill.core_id] = call.prefill = prefill
+        choice = self._prefill_apart(call, choice, num_tokens) or choice
+        seat, source = self._seats[choice.replica], ""
+        if call.source not in (-1, choice.replica):
+            source = self._seats[call.source].address()
+        source_s = max(0.0, call.source_due_s - time.monotonic())
+        seat.frontend.add(call.sent(seat.frontend.info.id_prefix, source, source_s))
+        seat.flights.update({flight.core_id: flight for flight in call.flights.values()})
         call.replica = choice.replica
         self.router.started(call.name, choice)
 
-    def _elsewhere(self, call: Call, choice: Choice, num_tokens: int) -> Choice | None:
-        """The replica that computes the prompt for the one that was chosen, if that is sooner."""
+    def _prefill_apart(self, call: Call, choice: Choice, num_tokens: int) -> Choice | None:
+        """Has another replica compute the prompt for the one that was chosen, if that is sooner.
+        Returns the choice as it is then."""
         new = num_tokens - choice.num_cached_tokens
         request = next(iter(call.flights.values())).request
-        is_apart = self._seats[choice.replica].role == "decode" and call.may_split
+        is_apart = self._seats[choice.replica].role == "decode" and call.prefill is None
         if new < self._least_remote or not is_apart or len(call.digests) < 2 or request.pools:
             return None
         if request.params.prompt_logprobs is not None:  # they are computed with the prompt
@@ -189,18 +190,25 @@ class Dispatch:
             num_moved=len(digests),
         )
         byte_s = self.router.load_of(choice.replica).pull_byte_s or _PULL_BYTE_S
-        moved_s = len(choice.missing) * self._block_bytes * byte_s
-        return there if there.cost_s + moved_s + here.cost_s < choice.cost_s else None
+        # Blocks move while others are computed.
+        more_s = max(0.0, len(choice.missing) * self._block_bytes * byte_s - there.prefill_s)
+        if there.cost_s + more_s + here.cost_s >= choice.cost_s:
+            return None
+        seat = self._seats[there.replica]
+        prefill = call.prefill_at(seat.frontend.info.id_prefix)
+        seat.frontend.add([prefill.request])
+        seat.flights[prefill.core_id] = call.prefill = prefill
+        call.source, call.source_due_s = there.replica, now_s + there.first_token_s + more_s
+        self.router.started(prefill.core_id, there)
+        return here
 
-    def _follow(self, prefill: Flight, seat: Seat, *, is_done: bool) -> None:
-        """A prompt was computed for a call, which goes on where its blocks are wanted."""
-        call = prefill.call
-        seat.flights.pop(prefill.core_id, None)
-        self.router.finished(call.name)
-        call.prefill, call.may_split = None, False
-        call.source = seat.address() if is_done else ""
-        call.num_moves += 1
-        self._send_on(call)
+    def _recall(self, call: Call) -> None:
+        """Takes a call back whose prompt is computed no more by another replica."""
+        call.source = -1
+        seat, core_ids = self._seats[call.replica], [one.core_id for one in call.flights.values()]
+        for core_id in core_ids:
+            seat.flights.pop(core_id, None)
+        seat.frontend.abort(core_ids)
 
     def _send_on(self, call: Call, reason: str = "") -> None:
         """Sends a call to another replica; it ends where there is none, or a reason not to."""
@@ -221,8 +229,14 @@ class Dispatch:
         self.flights.pop(name, None)
         call.flights.pop(name, None)
         self._seats[call.replica].flights.pop(flight.core_id, None)
-        if not call.flights:
-            self.router.finished(call.name)
+        if call.flights:
+            return
+        self.router.finished(call.name)
+        seat, prefill = self._seats.get(call.source), call.prefill
+        if seat is not None and prefill is not None and prefill.core_id in seat.flights:
+            del seat.flights[prefill.core_id]
+            self.router.finished(prefill.core_id)
+            seat.frontend.abort([prefill.core_id])
 
     def _adapter_digest(self, name: str) -> str:
         found = (seat.adapters.get(name) for seat in self._seats.values())

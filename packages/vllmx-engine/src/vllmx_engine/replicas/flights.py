@@ -30,16 +30,16 @@ class Call(MutableRecord, eq=False):
     """Replicas that were lost with it."""
     num_moves: int = 0
     prefill: Flight | None = None
-    """The sequence of its prompt alone, while one replica computes that for another."""
-    may_split: bool = True
-    """False once a replica has tried to compute the prompt for another."""
-    source: str = ""
-    """The address of the replica that has computed the prompt."""
+    """The sequence of its prompt alone, which one replica computes for another."""
+    source: int = -1
+    """The replica that computes or has computed `prefill`; -1: none."""
+    source_due_s: float = 0.0
+    """The time when that is predicted to be done."""
 
     def prefill_at(self, prefix: str) -> Flight:
         """Returns the sequence of its prompt alone, for a core that gave this client a prefix."""
         request = next(iter(self.flights.values())).request
-        name = f"{prefix}{self.name}~p{self.num_moves}"
+        name = f"{prefix}{self.name}~p"
         alone = msgspec.structs.replace(
             request,
             request_id=name,
@@ -55,14 +55,22 @@ class Call(MutableRecord, eq=False):
         )
         return Flight(self, alone, name)
 
-    def sent(self, prefix: str) -> list[CoreRequest]:
-        """The choices for a core that gave this client a prefix, the one that leads first."""
+    def sent(self, prefix: str, source: str, source_s: float) -> list[CoreRequest]:
+        """The choices for a core that gave this client a prefix, the one that leads first.
+
+        Args:
+            source, source_s: see `CoreRequest`.
+        """
         digests = b"".join(self.digests)
         found: list[CoreRequest] = []
         for flight in self.flights.values():
             name = flight.name_at(prefix, self.num_moves)
             leader = found[0].request_id if found else None
-            found.append(flight.sent(name, leader, digests, self.source))
+            found.append(flight.sent(name, leader, digests))
+        if source and self.prefill is not None:
+            found[0] = msgspec.structs.replace(
+                found[0], source=source, source_id=self.prefill.core_id, source_s=source_s
+            )
         return found
 
 
@@ -86,7 +94,7 @@ class Flight(MutableRecord, eq=False):
         self.core_id = f"{prefix}{self.request.request_id}{moved}"
         return self.core_id
 
-    def sent(self, name: str, leader: str | None, digests: bytes, source: str) -> CoreRequest:
+    def sent(self, name: str, leader: str | None, digests: bytes) -> CoreRequest:
         """The request for a core: it goes on behind what was generated."""
         request, params = self.request, self.request.params
         if self.generated and params.prompt_logprobs is not None:
@@ -99,7 +107,6 @@ class Flight(MutableRecord, eq=False):
             leader=leader,
             digests=digests,
             generated=pack_ids(self.generated),
-            source=source,
         )
 
     def take(self, output: CoreOutput) -> CoreOutput | None:

@@ -188,9 +188,11 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class PullBlocks(msgspec.Struct, frozen=True, tag="pull"):
-    """Asks for KV blocks by name, see `vllmx_engine.core.tiers`; answered by Blocks."""
+    """Asks for KV blocks by name, see `vllmx_engine.core.tiers`; answered by Blocks, which follow
+    as this request computes them."""
 
     names: list[bytes]
+    request_id: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -267,10 +269,11 @@ class Called(msgspec.Struct, frozen=True, tag="called", omit_defaults=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """The blocks of a PullBlocks that there are, by name, and the last one of its states; each with
-    a checksum, see `vllmx_engine.core.disk_store.sealed`."""
+    """Some blocks of a PullBlocks, by name, each with a checksum, see
+    `vllmx_engine.core.disk_store.sealed`. The last message has the last one of its states."""
 
     blocks: dict[bytes, bytes]
+    is_last: bool
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -322,6 +325,11 @@ class FrameReader(Generic[M]):
         self._rest = bytearray()
         self._wanted = _LENGTH.size
         """Bytes that `_rest` must reach before it is worth a look."""
+
+    @property
+    def is_within(self) -> bool:
+        """True if a message has come in part."""
+        return bool(self._rest)
 
     def feed(self, data: bytes | bytearray) -> Iterator[M]:
         """Every message that `data` completes. Raises FrameError for a length over the limit and

@@ -139,7 +139,11 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The digests of its root and of its first full blocks, 16 bytes each, where the frontend has
     the core's key; see `vllmx_engine.core.prefix_cache`."""
     source: str = ""
-    """The address of the core that has computed the prompt: its blocks are fetched there."""
+    """The address of the core that computes the prompt: its blocks are fetched there."""
+    source_id: str = ""
+    """The id of the request that computes it there."""
+    source_s: float = 0.0
+    """The predicted seconds until it is computed."""
 
     @property
     def shown(self) -> str:

@@ -36,15 +36,32 @@ export function readMetrics(text) {
   return found;
 }
 
+/** Values by name of each replica, in the order of their numbers; empty: there is one core. */
+export function readReplicas(text) {
+  const found = new Map();
+  for (const [, name, labels, value] of text.matchAll(/^vllmx:(\w+)\{(.*)\} (\S+)$/gm)) {
+    const number = /(?:^|,)replica="(\d+)"/.exec(labels)?.[1];
+    if (number === undefined) continue;
+    const model = /(?:^|,)model_name="([^"]*)"/.exec(labels)?.[1] ?? "";
+    const key = `${model} ${number}`;
+    if (!found.has(key)) found.set(key, { model, number: Number(number) });
+    found.get(key)[name] = Number(value);
+  }
+  return [...found.values()].sort((a, b) => a.model.localeCompare(b.model) || a.number - b.number);
+}
+
 export function Panel({ chats, close }) {
   const [rows, setRows] = useState(PLOTS.map(() => []));
+  const [replicas, setReplicas] = useState([]);
   const [trouble, setTrouble] = useState("");
   const last = useRef(null);
   useEffect(() => {
     const look = async () => {
       if (document.hidden) return;
       try {
-        const metrics = readMetrics(await (await call("metrics")).text());
+        const text = await (await call("metrics")).text();
+        const metrics = readMetrics(text);
+        setReplicas(readReplicas(text));
         const at = performance.now();
         const old = last.current;
         last.current = { metrics, at };
@@ -66,8 +83,22 @@ export function Panel({ chats, close }) {
     <div class="head"><h2>Server status</h2><${IconButton} icon="close" label="Close the panel" onClick=${close} /></div>
     ${trouble && html`<p class="hint">${trouble}</p>`}
     <dl class="plots">${PLOTS.map(([title, unit], n) => html`<${Plot} key=${title} title=${title} unit=${unit} values=${rows[n]} />`)}</dl>
+    ${replicas.length > 0 && html`<${Replicas} replicas=${replicas} />`}
     <p class="hint">Every two seconds, the last two minutes.</p>
   </aside>`;
+}
+
+function Replicas({ replicas }) {
+  const models = new Set(replicas.map((one) => one.model));
+  return html`<table class="replicas">
+    <caption>Replicas</caption>
+    <thead><tr><th>Replica</th><th>Running</th><th>Waiting</th><th>KV cache</th></tr></thead>
+    <tbody>${replicas.map((one) => html`<tr key=${`${one.model} ${one.number}`}>
+      <th>${models.size > 1 ? `${one.model} ` : ""}${one.number}</th>
+      <td>${one.num_requests_running}</td><td>${one.num_requests_waiting}</td>
+      <td>${Math.round(100 * one.kv_cache_usage_perc)} %</td>
+    </tr>`)}</tbody>
+  </table>`;
 }
 
 function Plot({ title, unit, values }) {
