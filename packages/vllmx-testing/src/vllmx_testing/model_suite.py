@@ -16,7 +16,7 @@ are must agree with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,7 +189,8 @@ class ModelSuite:
         """Each of these backends agrees with the reference, whatever a text is cut into. One that
         refuses the model for an op that it lacks is passed over."""
         model = self.make_model(dict(self.config))
-        source, text, expected = _answered(type(self))
+        suite: Callable[[], ModelSuite] = type(self)
+        source, text, expected = _answered(suite)
         for name, backend in backends.items():
             try:
                 loaded = backend.load(model, source, _options(kv_cache_dtype="f32", num_threads=1))
@@ -255,7 +256,7 @@ class ModelSuite:
 
 
 @functools.lru_cache(maxsize=1)
-def _answered(suite: type[ModelSuite]) -> tuple[ArraySource, list[int], Floats]:
+def _answered(suite: Callable[[], ModelSuite]) -> tuple[ArraySource, list[int], Floats]:
     """Weights, a text that ends in a greedy answer, and its logits by the reference, which takes
     longer than backends to compare: several calls of `check_backends` share them."""
     made = suite()
