@@ -10,6 +10,7 @@ from vllmx_core.plugins.specs import ModelSpec
 from . import (
     test_compressed_architectures,
     test_expert_architectures,
+    test_latent_architectures,
     test_recurrent_architectures,
 )
 from .served_models import REGISTRY, SMALL, Served, suites
@@ -403,6 +404,7 @@ def test_no_architecture_is_missing() -> None:
     others = (
         test_compressed_architectures,
         test_expert_architectures,
+        test_latent_architectures,
         test_recurrent_architectures,
     )
     tested = suites(here, *others)

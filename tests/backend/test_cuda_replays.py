@@ -15,7 +15,7 @@ from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 
-from . import test_expert_architectures, test_recurrent_architectures
+from . import test_latent_architectures, test_recurrent_architectures
 from .cuda_models import QWEN3, _can_emulate
 from .test_sharding import CONFIGS, of
 
@@ -24,7 +24,7 @@ EMULATOR = Emulator()
 LAYERS: dict[str, dict[str, Any]] = {
     "experts": CONFIGS["experts with biases and sinks"],
     "states and experts": test_recurrent_architectures.TestQwen3Next.config,
-    "latents": test_expert_architectures.TestDeepSeekV3.config,
+    "latents": test_latent_architectures.TestDeepSeekV3.config,
 }
 PROMPTS = [[5], [7, 11, 13], [2, 40]]
 LIMITS: dict[str, Any] = {

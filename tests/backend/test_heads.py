@@ -20,6 +20,7 @@ from vllmx_testing.harness import all_logprobs, log_softmax
 from vllmx_testing.plans import Row, make_plan
 
 from . import test_expert_architectures as experts
+from . import test_latent_architectures as latent
 from . import test_recurrent_architectures as recurrent
 
 pytest.importorskip("torch")
@@ -43,10 +44,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], Family]] = {
     "Qwen3-Next": (recurrent.TestQwen3Next.config, QWEN),
     "Qwen3.5": (recurrent.TestQwen35.config, QWEN),
     "Qwen3.5 with experts": (recurrent.TestQwen35Moe.config, QWEN),
-    "DeepSeek V3": (experts.TestDeepSeekV3.config, DEEPSEEK),
-    "DeepSeek V3.2": (experts.TestDeepSeekV32.config, DEEPSEEK),
-    "GLM-5": (experts.TestGlmMoeDsa.config, DEEPSEEK),
-    "GLM-4.7-Flash": (experts.TestGlm4MoeLite.config, DEEPSEEK),
+    "DeepSeek V3": (latent.TestDeepSeekV3.config, DEEPSEEK),
+    "DeepSeek V3.2": (latent.TestDeepSeekV32.config, DEEPSEEK),
+    "GLM-5": (latent.TestGlmMoeDsa.config, DEEPSEEK),
+    "GLM-4.7-Flash": (latent.TestGlm4MoeLite.config, DEEPSEEK),
     "GLM-4.5": (experts.TestGlm4Moe.config, DEEPSEEK),
     "MiMo": (MIMO_CONFIG, MIMO),
     "MiMo-V2-Flash": (experts.TestMiMoV2Flash.config, MIMO_V2),

@@ -15,6 +15,7 @@ from . import (
     test_architectures,
     test_compressed_architectures,
     test_expert_architectures,
+    test_latent_architectures,
     test_recurrent_architectures,
 )
 from .served_models import suites
@@ -26,6 +27,7 @@ SUITES = {
         test_architectures,
         test_compressed_architectures,
         test_expert_architectures,
+        test_latent_architectures,
         test_recurrent_architectures,
     ).items()
 }

@@ -27,6 +27,7 @@ from . import (
     test_architectures,
     test_compressed_architectures,
     test_expert_architectures,
+    test_latent_architectures,
     test_recurrent_architectures,
 )
 from .served_models import SMALL, suites
@@ -40,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         test_architectures,
         test_compressed_architectures,
         test_expert_architectures,
+        test_latent_architectures,
         test_recurrent_architectures,
     ).items()
 } | {"tied": LLAMA | {"tie_word_embeddings": True}}

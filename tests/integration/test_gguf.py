@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
 from vllmx_engine.core.found_model import find_model
 
+from tests import forked
 from tests.usable_backends import backend_spec
-from tests.waiting import PATIENCE_S
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 
@@ -170,14 +169,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path, demo: dict[str, Path]) ->
 
 
 def complete(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllmx", "complete", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return forked.run("complete", *arguments)
 
 
 @pytest.mark.parametrize("eager", [False, True])

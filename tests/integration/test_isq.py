@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.quantize.convert import quantize
 
-from tests.waiting import PATIENCE_S
+from tests import forked
 
 REGISTRY = load_registry()
 PROMPT = "The capital of France is"
@@ -79,18 +76,10 @@ def test_flag_variable_and_file(tmp_path: Path) -> None:
         ([], "q8_0"),
         (["--config", str(config)], None),
     ):
-        environment = {key: value for key, value in os.environ.items() if key != "VLLMX_ISQ"}
-        if variable is not None:
-            environment["VLLMX_ISQ"] = variable
+        environment = {} if variable is None else {"VLLMX_ISQ": variable}
         arguments = ["complete", "-p", "Once", "--max-tokens", "1", "--log-level", "info", *flags]
-        done = subprocess.run(
-            [sys.executable, "-m", "vllmx", *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=True,
-        )
+        done = forked.run(*arguments, environment=environment)
+        assert done.returncode == 0, done.stderr
         assert "isq=q8_0" in done.stderr.lower()
 
 

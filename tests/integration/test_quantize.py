@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -20,6 +19,7 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.convert import Summary, quantize
 
+from tests import forked
 from tests.usable_backends import backend_spec
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
@@ -156,15 +156,14 @@ def test_no_file_of_the_source_is_overwritten(files: dict[str, Summary], tmp_pat
 
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "demo.gguf"
-    command = [sys.executable, "-m", "vllmx", "quantize", "demo", str(path), "--type", "Q8_0"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    done = forked.run("quantize", "demo", str(path), "--type", "Q8_0", "--json")
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["bytes"] == path.stat().st_size
     assert 8.4 < found["bits_per_weight"] < 8.6
     assert found["types"]["Q8_0"]["relative_error"] < 0.01
     assert "blk.5.ffn_up.weight" in done.stderr
-    command = [*command[:-1], "tiny", "--overwrite"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = forked.run("quantize", "demo", str(path), "--type", "tiny", "--overwrite")
     assert refused.returncode == 2
     assert "q4_k_m" in refused.stderr
     assert path.stat().st_size == found["bytes"], "nothing is replaced before all is checked"

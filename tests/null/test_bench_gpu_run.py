@@ -100,7 +100,8 @@ def test_what_the_sanitizer_has_no_time_for_is_skipped() -> None:
 
 
 SANITIZER = """#!/bin/sh
-# stands for compute-sanitizer: knows the options that 12.9, 13.0 and 13.5 all have
+# stands for compute-sanitizer: knows the options that 12.9, 13.0 and 13.5 all have, and runs what
+# it is given for the first of its tools
 while [ "${1#--}" != "$1" ]; do
   case "$1" in
     --tool=*) tool=${1#*=};;
@@ -112,7 +113,7 @@ while [ "${1#--}" != "$1" ]; do
   shift
 done
 [ "$SANITIZED" = 1 ] || exit 65
-"$@" || exit
+[ "$tool" != memcheck ] || "$@" || exit
 echo "========= ERROR SUMMARY: 0 errors by $tool" >"$log"
 """
 
@@ -144,9 +145,9 @@ def test_everything_runs_on_the_emulator(tmp_path: Path, second: bool) -> None:
         with np.load(tmp_path / "out" / "golden.npz") as golden:
             assert any("wrapper" in key for key in golden)
         return
-    for tool in TOOLS:
-        assert re.search(rf"^{tool}: ok, [0-9.]+ s: 2 passed, ", done.stdout, re.MULTILINE)
+    assert re.search(r"^memcheck: ok, [0-9.]+ s: 2 passed, ", done.stdout, re.MULTILINE)
     for part in WATCHED:
+        assert re.search(rf"^{part}: ok, ", done.stdout, re.MULTILINE)
         tool = part.removeprefix("wgmma-")
         assert f"{part}.reports.log:========= ERROR SUMMARY: 0 errors by {tool}" in done.stdout
     assert report["0.6b bf16, fp8 KV"]["decode 3 x 40"]["device_ms"] > 0

@@ -9,20 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests import forked
 
 SERVER = Path(__file__).parents[2] / "null" / "mcp" / "real_server.py"
 
 
 def chat(path: Path, said: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllmx", "chat", "--temperature", "0", "--mcp", str(path)],
-        check=False,
-        input=said,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    return forked.run("chat", "--temperature", "0", "--mcp", str(path), stdin=said)
 
 
 def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:

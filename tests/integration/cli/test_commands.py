@@ -10,21 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests import forked
 
 
-def vllmx(
-    *arguments: str, stdin: str | None = None, code: int = 0
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllmx", *arguments],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+def vllmx(*arguments: str, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = forked.run(*arguments, stdin=stdin)
     assert done.returncode == code, done.stderr
     return done
 
@@ -33,7 +23,9 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
 
 def test_complete_streams_one_prompt() -> None:
-    out = vllmx("complete", "--prompts", "Once upon a time", *GREEDY).stdout
+    """Started as a user does; the commands below are forked."""
+    command = [sys.executable, "-m", "vllmx", "complete", "--prompts", "Once upon a time", *GREEDY]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.startswith("Once upon a time, there was a")
 
 

@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
 from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
+from tests.forked import Forked, watched
 from tests.waiting import PATIENCE_S, wait_until
 
 from .browser import OpenTab, Tab, running_chromium
@@ -33,7 +34,7 @@ SERVES = re.compile(r'(?:^ +|: )((?:http|unix)\S*)/v1(?:"})?$', re.MULTILINE)
 @dataclass
 class RunningServer:
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     lines: list[str]
     """Standard error so far."""
     reader: threading.Thread
@@ -75,25 +76,39 @@ class RunningServer:
         wait_until(lambda: not any(self.metric(name) for name in names))
 
 
-@contextmanager
-def running_server(
-    *flags: str, environment: dict[str, str] | None = None, open_files: int | None = None
-) -> Iterator[RunningServer]:
-    """`vllmx serve` on a free port unless one is named, with a lower limit of open files if one is
-    given; killed at the end if it does not stop by itself."""
-    port = () if "--port" in flags else ("--port", "0")
-    command = [sys.executable, "-m", "vllmx", "serve", *port, *flags]
+def _started(
+    arguments: tuple[str, ...], environment: dict[str, str], open_files: int | None
+) -> tuple[subprocess.Popen[str], IO[str]]:
+    command = [sys.executable, "-m", "vllmx", *arguments]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
     assert process.stderr is not None
+    return process, process.stderr
+
+
+@contextmanager
+def running_server(
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    open_files: int | None = None,
+    unforked: bool = False,
+) -> Iterator[RunningServer]:
+    """`vllmx serve` on a free port unless one is named, with a lower limit of open files if one is
+    given; killed at the end if it does not stop by itself. `unforked`: started as a user does."""
+    arguments = ("serve", *(() if "--port" in flags else ("--port", "0")), *flags)
+    process, errors = (
+        _started(arguments, environment or {}, open_files)
+        if unforked or open_files is not None
+        else watched(*arguments, environment=environment)
+    )
     lines: list[str] = []
     # A full pipe would stop the server.
-    reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+    reader = threading.Thread(target=lines.extend, args=(errors,), daemon=True)
     try:
-        for line in process.stderr:
+        for line in errors:
             lines.append(line)
             if found := SERVES.search(line):
                 break
@@ -111,7 +126,7 @@ def running_server(
             process.wait()
         if reader.ident is not None:
             reader.join(20)  # what it reads is not to be closed under it
-        process.stderr.close()
+        errors.close()
 
 
 @pytest.fixture(scope="session")

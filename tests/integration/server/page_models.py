@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from vllmx_demo.source import MODEL_FOLDER
 
-from tests.waiting import PATIENCE_S
+from tests import forked
 
 from ..audio_models import FAMILIES as AUDIO_FAMILIES  # noqa: TID252
 from ..audio_models import save as save_audio  # noqa: TID252
@@ -77,10 +76,8 @@ def _file(folder: Path) -> None:
     source.mkdir()
     _text(source)
     for name, kind in ((FILES[0], "q4_k_m"), ("my-model-Q8_0.gguf", "q8_0")):
-        command = [sys.executable, "-m", "vllmx", "quantize", str(source), str(folder / name)]
-        subprocess.run(
-            [*command, "--type", kind], check=True, capture_output=True, timeout=PATIENCE_S
-        )
+        done = forked.run("quantize", str(source), str(folder / name), "--type", kind)
+        assert done.returncode == 0, done.stderr
 
 
 def _classify(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +13,8 @@ from vllmx.terminal.remote import RemoteModel
 from vllmx.terminal.rounds import Thought
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 
+from tests import forked
 from tests.http_servers import serving
-from tests.waiting import PATIENCE_S
 
 from .conftest import RunningServer
 
@@ -25,18 +23,8 @@ def test_a_chat_with_a_server_answers_as_one_in_this_process(
     server: RunningServer, tmp_path: Path
 ) -> None:
     script = "Tell me a story about a fox.\n/again\n/speculate twin\n/show\n/quit\n"
-    command = [sys.executable, "-m", "vllmx", "chat", "--temperature", "0", "--max-tokens", "12"]
-    outputs = [
-        subprocess.run(
-            [*command, *extra],
-            check=False,
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        for extra in (["--url", server.url], [])
-    ]
+    command = ("chat", "--temperature", "0", "--max-tokens", "12")
+    outputs = [forked.run(*command, *extra, stdin=script) for extra in (["--url", server.url], [])]
     for done in outputs:
         assert done.returncode == 0, done.stderr
     there, here = (done.stdout.split("assistant: ")[1].splitlines()[0] for done in outputs)

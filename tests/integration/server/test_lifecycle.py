@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import forked
 from tests.waiting import PATIENCE_S, wait_until
 
 from .conftest import PLAIN, MakeFake, RunningServer
@@ -108,7 +107,7 @@ def test_a_disconnect_frees_all_blocks(shared: RunningServer) -> None:
 def test_sigterm_lets_streams_end(
     fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    with fake_server() as server:
+    with fake_server(unforked=True) as server:
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(stream, server, 250, each) for each in begun]
         assert all(each.wait(PATIENCE_S) for each in begun)
@@ -146,7 +145,7 @@ def test_a_drain_that_takes_too_long_aborts(
 def test_the_second_signal_stops_at_once(
     fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    with fake_server() as server:
+    with fake_server(unforked=True) as server:
         core = server.core_pid()
         found = pool.submit(stream, server, 1000)
         running(server, 1)
@@ -196,9 +195,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     shared: RunningServer, flags: list[str]
 ) -> None:
     taken = shared.url.rpartition(":")[2]
-    command = [sys.executable, "-m", "vllmx", "serve"]
-    command += [flag.format(taken=taken) for flag in flags]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = forked.run("serve", *(flag.format(taken=taken) for flag in flags))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: ")

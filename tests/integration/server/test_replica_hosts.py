@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.waiting import wait_until
 
 from .conftest import running_server
@@ -34,21 +33,19 @@ def key_file(tmp_path: Path) -> str:
 
 
 @contextmanager
-def core_host(key_file: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def core_host(key_file: str, *flags: str) -> Iterator[tuple[str, forked.Forked]]:
     """`vllmx core` on a free port: where it listens, and its process."""
-    command = [sys.executable, "-m", "vllmx", "core", *LIMITS, "--listen", "127.0.0.1:0"]
-    command += ["--rank-key-file", key_file, *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    flags = ("--listen", "127.0.0.1:0", "--rank-key-file", key_file, *flags)
+    process, errors = forked.watched("core", *LIMITS, *flags)
+    with errors:
         try:
-            for line in process.stderr:
+            for line in errors:
                 if found := re.search(r"ready at (\S+)", line):
                     yield found[1], process
                     return
             raise AssertionError("the host of the core ended")
         finally:
             process.kill()
-            process.stderr.close()
 
 
 def test_a_server_over_cores_of_other_hosts(key_file: str) -> None:
@@ -109,9 +106,8 @@ def test_replicas_of_something_else_are_refused_by_name(key_file: str) -> None:
     with ExitStack() as stack:
         roles = (("--role", "prefill"), ("--role", "decode", "--dtype", "float32"))
         hosts = [stack.enter_context(core_host(key_file, *role))[0] for role in roles]
-        command = [sys.executable, "-m", "vllmx", "serve", "demo", "--rank-key-file", key_file]
-        command += ["--replica-hosts", ",".join(hosts), "--port", "0"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        flags = ("--rank-key-file", key_file, "--replica-hosts", ",".join(hosts), "--port", "0")
+        done = forked.run("serve", "demo", *flags)
         assert done.returncode == 2
         text = r"replica 1 keeps KV blocks of \w+ in f32 .*, and replica 0 of .*: start both"
         assert re.search(text, done.stderr), done.stderr
@@ -131,6 +127,5 @@ def test_flags_that_cannot_be(key_file: str) -> None:
         ),
     ):
         key = () if "need" in text else ("--rank-key-file", key_file)
-        command = [sys.executable, "-m", "vllmx", *arguments, *key]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = forked.run(*arguments, *key)
         assert (done.returncode, text in done.stderr) == (2, True), done.stderr

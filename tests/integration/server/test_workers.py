@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +17,7 @@ import httpx
 import pytest
 from vllmx_server.limits.key_records import digest_of
 
+from tests import forked
 from tests.waiting import PATIENCE_S, wait_until
 
 from .conftest import PLAIN, MakeFake, RunningServer
@@ -327,12 +326,7 @@ def _lives(pid: int) -> bool:
 def test_a_port_in_use_is_one_sentence(workers: RunningServer, fake_model: Path) -> None:
     port = workers.url.rpartition(":")[2]
     flags = ("--model", str(fake_model), "--port", port, "--api-workers", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", "vllmx", "serve", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    done = forked.run("serve", *flags)
     assert done.returncode == 2
     assert "choose another --port" in done.stderr
     assert "Traceback" not in done.stderr

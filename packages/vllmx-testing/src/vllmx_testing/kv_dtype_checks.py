@@ -18,7 +18,6 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.kv_dtypes import CODED, KV_DTYPES, TURNED_MULTIPLE
 from vllmx_core.model import Model
-from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.weights.part import WeightSource
 
 from vllmx_testing.attention_checks import FEATURES, attention_model
@@ -27,9 +26,9 @@ from vllmx_testing.harness import (
     VOCAB,
     Harness,
     all_logprobs,
-    load_options,
     log_softmax,
     mixed_steps,
+    reference_logits,
     whole_rows,
 )
 from vllmx_testing.plans import Row, make_plan
@@ -136,18 +135,19 @@ class KVDtypeChecks(Harness):
         if self._refused_kv(kv):
             return
         options |= {"kv_cache_dtype": kv}
-        same = ReferenceBackend().load(model, source, load_options("f64", options))
-        exact = ReferenceBackend().load(
-            model, source, load_options("f64", options | {"kv_cache_dtype": "auto"})
-        )
         off, rounding = [], []
         with self.loaded(model, source, **options) as loaded:
             assert loaded.info.kv_cache_dtype == kv
-            for rows in steps:
-                plan = make_plan(rows, loaded.info.block_size)
-                expected = log_softmax(same.logits(plan))
+            size = loaded.info.block_size
+            same = reference_logits(model, source, steps, size, options)
+            exact = reference_logits(
+                model, source, steps, size, options | {"kv_cache_dtype": "auto"}
+            )
+            for rows, logits, unrounded in zip(steps, same, exact, strict=True):
+                plan = make_plan(rows, size)
+                expected = log_softmax(logits)
                 off.append(all_logprobs(loaded, plan, model.shape.vocab_size) - expected)
-                rounding.append(log_softmax(exact.logits(plan)) - expected)
+                rounding.append(log_softmax(unrounded) - expected)
         errors, yardstick = np.concatenate(off), np.concatenate(rounding)
         share = np.sqrt(np.square(errors).mean() / np.square(yardstick).mean())
         assert share < self.kv_share, f"{share:.3f} of what the cache's rounding costs"

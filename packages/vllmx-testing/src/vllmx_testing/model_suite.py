@@ -15,7 +15,8 @@ are must agree with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -188,10 +189,8 @@ class ModelSuite:
         """Each of these backends agrees with the reference, whatever a text is cut into. One that
         refuses the model for an op that it lacks is passed over."""
         model = self.make_model(dict(self.config))
-        source = random_weights(model)
-        with _loaded(model, source) as reference:
-            text = [*_text(model, 23), *Driver(reference).generate([_text(model, 23)], 40)[0]]
-        expected = _logits(model, source, text, len(text))
+        suite: Callable[[], ModelSuite] = type(self)
+        source, text, expected = _answered(suite)
         for name, backend in backends.items():
             try:
                 loaded = backend.load(model, source, _options(kv_cache_dtype="f32", num_threads=1))
@@ -254,6 +253,18 @@ class ModelSuite:
         left = set(source.names()) - taken - set(self.unused_tensors)
         tied = {name for name in left if name.endswith("lm_head.weight")}
         assert not left - tied, f"the weight map leaves out {sorted(left - tied)}"
+
+
+@functools.lru_cache(maxsize=1)
+def _answered(suite: Callable[[], ModelSuite]) -> tuple[ArraySource, list[int], Floats]:
+    """Weights, a text that ends in a greedy answer, and its logits by the reference, which takes
+    longer than backends to compare: several calls of `check_backends` share them."""
+    made = suite()
+    model = made.make_model(dict(made.config))
+    source = random_weights(model)
+    with _loaded(model, source) as reference:
+        text = [*_text(model, 23), *Driver(reference).generate([_text(model, 23)], 40)[0]]
+    return source, text, _logits(model, source, text, len(text))
 
 
 def random_weights(model: Model, seed: int = 0) -> ArraySource:

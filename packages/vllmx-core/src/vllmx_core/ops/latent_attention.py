@@ -175,7 +175,9 @@ def latent_attention(
         blocks = plan.block_tables[pages.group][row, positions // page]
         mask = positions[None, :] <= plan.positions[tokens, None]  # (Q, N)
         if picked is not None:
-            mask &= (picked[tokens, :, None] == positions).any(axis=1)
+            chosen = np.zeros((len(mask), len(positions) + 1), np.bool_)
+            np.put_along_axis(chosen, picked[tokens], True, axis=1)  # -1 is the last column
+            mask &= chosen[:, :-1]
         found[tokens] = _attend(queries[tokens], rows[blocks, positions % page], mask, spec)
     out = np.einsum("thc,hvc->thv", found, weights.v_b)
     return like(q, out.reshape(len(q), -1))
