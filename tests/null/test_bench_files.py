@@ -19,7 +19,7 @@ WRITES = sorted(
 
 
 def test_every_script_that_writes_figures_makes_the_folder_first() -> None:
-    assert len(WRITES) == 5
+    assert len(WRITES) == 6
     for path in WRITES:
         assert re.search(r'"--json", type=output_file\b', path.read_text()), path.name
 

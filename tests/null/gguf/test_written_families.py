@@ -258,7 +258,8 @@ def _check_names(path: Path, arch: str) -> None:
         stem = re.sub(r"\.(weight|bias|scale)$", "", name)
         assert re.sub(r"^blk\.\d+", "blk.#", stem) in allowed, name
     keys = {key.replace("{arch}", arch) for key in _keys(gguf.Keys)}
-    keys.add(f"{arch}.attention.indexer.types")  # newer than the package
+    newer = ("attention.indexer.types", "attention.value_scale")  # than the package
+    keys |= {f"{arch}.{key}" for key in newer}
     strange = [key for key in file.metadata if key.startswith(f"{arch}.") and key not in keys]
     assert strange == []
     file.close()
