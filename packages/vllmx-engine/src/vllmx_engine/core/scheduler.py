@@ -226,14 +226,8 @@ class Scheduler:
     ) -> list[Chunk]:
         """Returns chunks of prompts for a step with `decodes` (rows, context tokens); `victim` is
         the last preempted sequence."""
-        budget = StepBudget(
-            self.limits,
-            self.cost,
-            self._priority_share,
-            decodes,
-            self._least_chunk,
-            self._num_prompts,
-        )
+        share, num_prompts = self._priority_share, self._num_prompts
+        budget = StepBudget(self.limits, self.cost, share, decodes, self._least_chunk, num_prompts)
         chunks: list[Chunk] = []
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
@@ -266,8 +260,8 @@ class Scheduler:
         begun = [one for one in self.prefills if not holds(self.queue.asked(one))]
         left = [len(one.tokens) - computed.item(one.row) for one in begun]
         if (head := self.queue.first()) is not None and not holds(self.queue.asked(head)):
-            num_free = max(0, self.table.num_free - self._reserved(head)[0])
-            left += [len(head.tokens)] * min(len(self.queue), num_free)
+            free = self.table.num_free - self._reserved(head)[0]
+            left += [len(head.tokens)] * min(len(self.queue), free)  # none if that is negative
         return sum(left) / max(left) if left else 1.0
 
     def _ready(self) -> AnyArray:
@@ -353,15 +347,12 @@ class Scheduler:
             return None  # those behind it may not take reserved rows either
         if victim is not None and not self.queue.outranks(head, victim):
             return None
-        if aside and any(self._holds_back(misfit, head) for misfit in aside):
-            return None
-        return head
+        return None if any(self._holds_back(misfit, head) for misfit in aside) else head
 
     def _reserved(self, sequence: Sequence) -> tuple[int, int]:
         """The rows and blocks that a waiting sequence must leave to better priorities."""
-        if not self.running or self.queue.asked(sequence) < 0:
-            return 0, 0
-        return self.limits.reserved_rows, self.limits.reserved_blocks
+        limits, may_all = self.limits, not self.running or self.queue.asked(sequence) < 0
+        return (0, 0) if may_all else (limits.reserved_rows, limits.reserved_blocks)
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
         """True if `other` must not pass a sequence that does not fit. A preempted one already gave
