@@ -1,4 +1,4 @@
-"""Browsers for tests of the web page: the system's Chromium and Firefox, driven by Playwright."""
+"""A browser for tests of the web page: Debian's chromium, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from tests.waiting import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FIREFOX = ("firefox", "firefox-esr")
 CHAT = "**/v1/chat/completions"
 
 
@@ -28,25 +27,6 @@ def running_chromium() -> Iterator[Any]:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
         browser = driver.chromium.launch(executable_path=path, args=flags)
-        try:
-            yield browser
-        finally:
-            browser.close()
-
-
-@contextmanager
-def running_firefox() -> Iterator[Any]:
-    """A Playwright browser over WebDriver BiDi; skips where there is none, or one that is too old
-    for the commands that Playwright sends."""
-    path = next(filter(None, map(shutil.which, FIREFOX)), None)
-    if path is None:
-        pytest.skip(f"opens the page in a browser, and none is installed: {', '.join(FIREFOX)}")
-    playwright = pytest.importorskip("playwright.sync_api", reason="opens the page by Playwright")
-    with playwright.sync_playwright() as driver:
-        try:
-            browser = driver.firefox.launch(executable_path=path, channel="moz-firefox")
-        except playwright.Error as error:
-            pytest.skip(f"Playwright cannot drive {path}: {error.message.splitlines()[0]}")
         try:
             yield browser
         finally:
