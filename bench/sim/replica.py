@@ -47,7 +47,7 @@ class Machine:
     def prompt_s(self, num_tokens: int) -> float:
         """Seconds of a prompt alone."""
         counts, seconds = zip(*self.prompts, strict=True)
-        more = max(0, num_tokens - counts[-1])
+        more = max(0, num_tokens - self.prompts[-1][0])
         return float(np.interp(num_tokens, counts, seconds)) + more * self.token_s
 
     def stretch(self, num_tokens: int) -> float:
