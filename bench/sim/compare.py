@@ -60,7 +60,7 @@ async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
     """What requests cost, on one replica after the other."""
 
     async def together(length: int, max_tokens: int, rows: int) -> list[list[float]]:
-        """So many requests of each replica."""
+        """Runs `rows` requests on each replica."""
         calls = (timed(llm, length, max_tokens) for _ in range(rows * options.replicas))
         return await asyncio.gather(*calls)
 
