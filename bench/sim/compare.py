@@ -1,8 +1,8 @@
 """The simulator next to real replicas: `python bench/sim/compare.py --model demo`.
 
-Measures what prompts and steps cost on all replicas at once, through the frontend that serves. Then
-plays sessions, simulates exactly these arrivals with these costs, and prints the seconds to the
-first token of both.
+Measures what prompts and steps cost, through the frontend that serves. Then plays sessions,
+simulates exactly these arrivals with these costs, and prints the seconds to the first token of
+both.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ async def timed(llm: AsyncLLM, length: int, max_tokens: int) -> list[float]:
 
 
 async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
-    """What requests cost while all replicas have as much to do."""
+    """What requests cost, on one replica after the other."""
 
-    async def all_at_once(length: int, max_tokens: int, rows: int = 1) -> list[list[float]]:
+    async def together(length: int, max_tokens: int, rows: int) -> list[list[float]]:
+        """Runs `rows` requests on each replica."""
         calls = (timed(llm, length, max_tokens) for _ in range(rows * options.replicas))
         return await asyncio.gather(*calls)
 
@@ -68,17 +69,18 @@ async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
         found: dict[int, list[float]] = {length: [] for length in _PROMPTS}
         for _ in range(options.rounds):
             for length, seconds in found.items():
-                seconds += [one[0] for one in await all_at_once(length, 1)]
+                for _ in range(options.replicas):
+                    seconds += (await timed(llm, length, 1))[:1]
         return {length: float(np.median(seconds)) for length, seconds in found.items()}
 
     async def decode() -> None:
         while True:
-            await all_at_once(16, 400)
+            await together(16, 400, 1)
 
-    await all_at_once(_PROMPTS[-1], 100, 8)  # the cost models learn
+    await together(_PROMPTS[-1], 100, 8)  # the cost models learn
     alone_s, steps = await prompts_s(), []
     for rows in _ROWS:
-        gaps = [gap for one in await all_at_once(16, 200, rows) for gap in one[10:-10]]
+        gaps = [gap for one in await together(16, 200, rows) for gap in one[10:-10]]
         steps.append((rows, float(np.mean(gaps))))
     decodes = [asyncio.ensure_future(decode()) for _ in range(4)]
     beside_s = await prompts_s()
@@ -89,7 +91,7 @@ async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
     token_s = (alone_s[last] - alone_s[first]) / (last - first)
     stretches = tuple((one, max(1.05, beside_s[one] / alone_s[one])) for one in _PROMPTS)
     sizes = 64, options.blocks, stretches
-    return Machine(token_s, tuple(steps), *sizes, start_s=alone_s[first])
+    return Machine(token_s, tuple(steps), *sizes, prompts=tuple(alone_s.items()))
 
 
 async def session(

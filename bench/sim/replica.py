@@ -25,8 +25,8 @@ class Machine:
 
     Attributes:
         token_s: seconds of a prompt's token.
-        start_s: seconds of a prompt of one token, from the call to the first token: a step, and all
-            that frontend and messages add to it.
+        prompts: (tokens of a prompt, seconds from the call to the first token) with all that a
+            step, frontend and messages add; each further token takes `token_s`.
         steps: (rows, seconds of a step that decodes them).
         stretches: (tokens of a prompt, seconds that a second of prefill takes while others
             decode). Chunks are sized to double a step (`--target-itl auto`).
@@ -37,12 +37,18 @@ class Machine:
     num_rows: int
     num_blocks: int
     stretches: tuple[tuple[int, float], ...] = ((1, 2.0),)
-    start_s: float = 0.0
+    prompts: tuple[tuple[int, float], ...] = ((0, 0.0),)
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step that decodes so many rows."""
         counts, seconds = zip(*self.steps, strict=True)
         return float(np.interp(rows, counts, seconds))
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Seconds of a prompt alone."""
+        counts, seconds = zip(*self.prompts, strict=True)
+        more = max(0, num_tokens - self.prompts[-1][0])
+        return float(np.interp(num_tokens, counts, seconds)) + more * self.token_s
 
     def stretch(self, num_tokens: int) -> float:
         """See `stretches`."""
@@ -205,7 +211,7 @@ class Replica:
         self.prompt = first
 
     def _needed_s(self, running: Running) -> float:
-        return self.machine.start_s + self._new_tokens(running) * self.machine.token_s
+        return self.machine.prompt_s(self._new_tokens(running))
 
     def _new_tokens(self, running: Running) -> int:
         cached = min(running.num_hit * BLOCK_TOKENS, running.request.num_tokens - 1)

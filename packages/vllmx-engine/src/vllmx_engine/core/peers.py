@@ -52,7 +52,7 @@ class _Asked(Record):
     """Blocks that another replica wants."""
 
     names: deque[bytes]
-    """Those that were not sent yet, in the order in which they are computed."""
+    """Names of blocks that were not sent yet, in the order in which they are computed."""
     request_id: str
     emit: _Emit
 
