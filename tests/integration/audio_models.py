@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -33,6 +34,8 @@ SECONDS = 2
 AUDIO, BEGIN, END = 90, 91, 92
 TRANSCRIPTION = {"<s>": 93, "[INST]": 94, "[TRANSCRIBE]": 95, "lang:de": 96}
 """Voxtral's tokens of transcriptions."""
+ASR = {"<asr_text>": 93, "<|im_start|>": 94, "<|im_end|>": 95}
+"""Qwen3-ASR's."""
 _TEXT: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -107,8 +110,8 @@ def qwen3_asr() -> Any:
 def qwen2_5_omni() -> Any:
     """Pieces of two seconds; two rows make a token."""
     config = Qwen2_5OmniThinkerConfig(
-        audio_config=_TOWER, text_config=_TEXT | _TURNS, vision_config=_VISION, audio_token_index=AUDIO,
-        audio_start_token_id=BEGIN, audio_end_token_id=END,
+        audio_config=_TOWER, text_config=_TEXT | _TURNS, vision_config=_VISION,
+        audio_token_index=AUDIO, audio_start_token_id=BEGIN, audio_end_token_id=END,
     )  # fmt: skip
     config.vision_start_token_id, config.vision_end_token_id = 88, 89  # which it reads
     return _random(Qwen2_5OmniThinkerForConditionalGeneration, config)
@@ -139,6 +142,32 @@ class Family:
     """Seconds of the longest audio."""
     least: int = 0
     """Samples of the shortest audio."""
+
+    @property
+    def is_thinker(self) -> bool:
+        """The published checkpoint holds a thinker, as `published` writes it."""
+        return self.processor.startswith(("Qwen2_5", "Qwen3"))
+
+    def published(self, folder: Path) -> None:
+        """Turns a checkpoint of transformers into the published form."""
+        config = json.loads((folder / "config.json").read_text())
+        config = {"model_type": config["model_type"], "thinker_config": config}
+        config["architectures"] = [
+            {
+                "Qwen2_5OmniProcessor": "Qwen2_5OmniModel",
+                "Qwen3ASRProcessor": "Qwen3ASRForConditionalGeneration",
+                "Qwen3OmniMoeProcessor": "Qwen3OmniMoeForConditionalGeneration",
+            }[self.processor]
+        ]
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            if self.processor == "Qwen3ASRProcessor":
+                name = name.replace("model.language_model.", "model.")
+                name = name.replace("model.audio_tower.", "audio_tower.")
+                name = name.replace("model.multi_modal_projector.linear_", "audio_tower.proj")
+            tensors[f"thinker.{name}"] = tensor
+        save_file(tensors, folder / "model.safetensors")
 
     @property
     def is_downsampled(self) -> bool:
@@ -273,8 +302,13 @@ def save(family: Family, model: Any, folder: Path) -> Path:
     ids = {audio: AUDIO, begin: BEGIN, end: END}
     if family.hears_silence:
         ids |= TRANSCRIPTION
-    words = {f"w{index}": index for index in range(97) if index not in ids.values()}
-    tokenizer = Tokenizer(WordLevel({**words, **ids}, unk_token="w0"))
+    named = {}
+    if family.processor == "Qwen3ASRProcessor":
+        ids |= ASR
+        named = {"language": 86, "German": 87}
+    known = (*ids.values(), *named.values())
+    words = {f"w{index}": index for index in range(97) if index not in known}
+    tokenizer = Tokenizer(WordLevel({**words, **named, **ids}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ids])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -287,8 +321,8 @@ def save(family: Family, model: Any, folder: Path) -> Path:
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     frames = {
-        "feature_size": 20, "chunk_length": family.longest or SECONDS, "hop_length": 160, "n_fft": 400,
-        "sampling_rate": 16000, "processor_class": family.processor,
+        "feature_size": 20, "chunk_length": family.longest or SECONDS, "hop_length": 160,
+        "n_fft": 400, "sampling_rate": 16000, "processor_class": family.processor,
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(frames))
     return folder

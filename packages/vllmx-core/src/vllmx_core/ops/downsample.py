@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -88,7 +89,7 @@ def downsample(
     """The formula over `frame.xp`, chunk by chunk. `product`: a backend's `linear`."""
     xp, starts, found = frame.xp, frame.plan.query_start.tolist(), []
     bins = op.x.width // FRAMES
-    for begin, end in zip(starts, starts[1:], strict=False):
+    for begin, end in pairwise(starts):
         for first in range(begin, end, op.rows):
             count = min(op.rows, end - first)
             y = frame[op.x][first : first + count].reshape(-1, bins, 1)[: op.frames]

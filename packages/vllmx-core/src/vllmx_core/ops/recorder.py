@@ -64,8 +64,8 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, Indexer, Compress, CompressedAttention, SegmentAttention, CrossAttention,
     ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleAt, ScaleBy, Gate, Clip, Route, Experts,
     Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold,
-    Downsample, Mix, Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Resize,
-    MatchRms, Sparsify, Send, Recv,
+    Downsample, Mix, Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather,
+    Slice, Resize, MatchRms, Sparsify, Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")

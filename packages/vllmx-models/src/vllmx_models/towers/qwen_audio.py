@@ -13,7 +13,6 @@ from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import part
-from vllmx_models.blocks.tower import linear
 from vllmx_models.towers.whisper import ChatTower
 
 _LONGEST_WAVE = 10000.0
