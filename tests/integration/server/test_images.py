@@ -341,7 +341,7 @@ def test_a_tower_in_a_file_of_its_own(tmp_path: Path) -> None:
     """Gemma 4 in two GGUF files, its tower clipped; the answer is that of its own checkpoint."""
     model = VARIANTS["gemma4, clipped"].make()
     folder = save(model, tmp_path / "folder")
-    own = dict(zip(MARKS, ("<|image|>", "<|image>", "<image|>"), strict=True))
+    own = dict(zip([*MARKS][:3], ("<|image|>", "<|image>", "<image|>"), strict=True))
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text()
     for mark, gemma in own.items():
