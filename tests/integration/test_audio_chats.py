@@ -250,6 +250,7 @@ def test_files_of_processors(family: Family, folder: Path, tmp_path: Path) -> No
     frames = json.loads((folder / "preprocessor_config.json").read_text())
     whole = {"processor_class": frames.pop("processor_class"), "feature_extractor": frames}
     (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    shutil.copy(folder / "config.json", tmp_path)
     assert find_audio_processor(tmp_path) == found
     for wrong in ({**whole, "processor_class": "X"}, {**whole, "feature_extractor": {"n_fft": 0}}):
         (tmp_path / "processor_config.json").write_text(json.dumps(wrong))

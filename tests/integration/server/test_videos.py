@@ -38,7 +38,7 @@ CONFIG = {
 }
 NEVER = dict.fromkeys((PAD, VIDEO, 94, 95), -100.0)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias=NEVER)
-WORD = {"type": "text", "text": "w5 w6"}
+WORD = {"type": "text", "text": "w5 w6 "}
 
 
 def video(count: int, seed: int, height: int = 16, width: int = 24) -> tuple[bytes, np.ndarray]:

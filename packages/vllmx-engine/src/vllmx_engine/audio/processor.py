@@ -188,16 +188,11 @@ def find_audio_processor(folder: Path) -> AudioProcessor:
     if kind == "Qwen2AudioProcessor":
         return AudioProcessor(LogMel.of(config, place), "<|AUDIO|>", rows_per_token=2)
     frames = LogMel.of({"feature_size": 128, **config}, place)
-    piece, chunk = _pieces(folder)
+    config = read_json_object(folder / "config.json")
+    audio = config.get("thinker_config", config).get("audio_config", {})  # which the model checks
     if kind == "Qwen2_5OmniProcessor":
+        piece = 2 * audio.get("n_window", 100)
         return PieceProcessor(frames, "<|AUDIO|>", rows_per_token=2, piece=piece)
+    piece, chunk = audio.get("n_window_infer", 800), 2 * audio.get("n_window", 50)
     least = _LEAST_ASR if kind == "Qwen3ASRProcessor" else _LEAST
     return PieceProcessor(frames, "<|audio_pad|>", piece=piece, chunk=chunk, least=least)
-
-
-def _pieces(folder: Path) -> tuple[int, int]:
-    """Frames of a piece and of a chunk, by the config of the model, which has checked them."""
-    config = read_json_object(folder / "config.json")
-    audio = config.get("thinker_config", config).get("audio_config", {})
-    chunk = 2 * audio.get("n_window", 100 if "n_window_infer" not in audio else 50)
-    return audio.get("n_window_infer", chunk), chunk
