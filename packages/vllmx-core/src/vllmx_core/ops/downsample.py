@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -13,8 +14,15 @@ from vllmx_core.ops.linear import linear
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
 from vllmx_core.ops.values import ArrayFrame, StepInputs, Value, WeightRef
 
+
 FRAMES = 8
 """Frames of a row: each convolution halves their number."""
+
+
+class Product(Protocol):
+    """A backend's `linear`."""
+
+    def __call__(self, x: Any, /, w: WeightRef) -> Any: ...
 
 
 class Downsample(Op):
@@ -83,10 +91,8 @@ class Downsample(Op):
         downsample(self, frame, lambda x, w: linear(x, frame.weight(w), frame.bias(w)))
 
 
-def downsample(
-    op: Downsample, frame: ArrayFrame[Any], product: Callable[[Any, WeightRef], Any]
-) -> None:
-    """The formula over `frame.xp`, chunk by chunk. `product`: a backend's `linear`."""
+def downsample(op: Downsample, frame: ArrayFrame[Any], product: Product) -> None:
+    """The formula over `frame.xp`, chunk by chunk."""
     xp, starts, found = frame.xp, frame.plan.query_start.tolist(), []
     bins = op.x.width // FRAMES
     for begin, end in pairwise(starts):
@@ -95,7 +101,7 @@ def downsample(
             y = frame[op.x][first : first + count].reshape(-1, bins, 1)[: op.frames]
             y = _filled(xp, y, op.frames)
             for w in op.matrices:
-                y = _convolved(xp, y, lambda rows, w=w: product(rows, w))
+                y = _convolved(xp, y, partial(product, w=w))
             found.append(y[:count].reshape(count, -1))
     frame[op.out] = xp.like(frame[op.x], xp.concatenate(found, axis=0))
 

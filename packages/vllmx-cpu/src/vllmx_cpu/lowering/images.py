@@ -80,10 +80,10 @@ class VxDownsample(Structure):
     @property
     def products(self) -> float:
         """Multiplications for a row of x."""
-        times, bins, found = self.frames, self.bins, 0
+        times, bins, found = int(self.frames), int(self.bins), 0
         for w in self.w:
             times, bins = -(-times // 2), -(-bins // 2)
-            found += times * bins * w.rows * w.cols
+            found += times * bins * int(w.rows) * int(w.cols)
         return found / times
 
 

@@ -112,7 +112,8 @@ def overlapping(frames: F32, count: int) -> F32:
     convolutions read them. Zeros surround the frames."""
     padded = np.pad(frames, ((1, 1), (0, 0)))
     at = 2 * np.arange(count)[:, None] + np.arange(_FRAMES_OF_ROW)
-    return padded[at].reshape(count, -1)
+    found: F32 = padded[at].reshape(count, -1)
+    return found
 
 
 def audio_input(rows: F32, start: int, rows_per_token: int = 1) -> ImageInput:

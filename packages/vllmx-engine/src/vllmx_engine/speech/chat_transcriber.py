@@ -129,7 +129,7 @@ class AsrTranscriber(ChatTranscriber):
 
     def detection(self, heard: Sequence[ImageInput], options: RequestOptions) -> Request:
         """See `Transcriber`."""
-        stop = [self._token(_TEXT)]
+        stop = (self._token(_TEXT),)
         params = SamplingParams(temperature=0, max_tokens=_NAME_TOKENS, stop_token_ids=stop)
         return self._asked(heard, "", (), params, options)
 

@@ -54,7 +54,7 @@ def voxtral(config: Mapping[str, Any]) -> Decoder:
     size, joined = read.integer("hidden_size", 1280), read.integer("intermediate_size", 5120)
     if joined % size:
         raise read.error("intermediate_size", f"must be a multiple of hidden_size = {size}")
-    tower = {
+    tower: dict[str, Any] = {
         "mels": read.integer("num_mel_bins", 128, high=1024),
         "activation": read.activation("activation_function", "gelu"),
         "positions": read.integer("max_source_positions", 1500, high=1 << 14),

@@ -67,21 +67,23 @@ class DownsampledTower(PieceTower):
         before, channels, bins = 1, self.channels, self.mels
         for index in range(3):
             conv = (part(f"{self.module}.conv2d{index + 1}", channels, bias=True),)
-            shape = (channels, before, 3, 3)  # bins, then times
             yield WeightSpec(
-                f"audio.conv.{index}", "linear", conv, 9 * before, shape=shape, axes=(0, 3, 2, 1)
+                f"audio.conv.{index}",
+                "linear",
+                conv,
+                9 * before,
+                shape=(channels, before, 3, 3),  # bins, then times
+                axes=(0, 3, 2, 1),
             )
             before, bins = channels, -(-bins // 2)
-        joined, shape = (
-            (part(f"{self.module}.conv_out", self.hidden_size, bias=False),),
-            (channels, bins),
-        )
+        size = self.hidden_size
+        joined = (part(f"{self.module}.conv_out", size, bias=False),)
         yield WeightSpec(
             "audio.joined",
             "linear",
             joined,
             channels * bins,
-            shape=(self.hidden_size, *shape),
+            shape=(size, channels, bins),
             axes=(0, 2, 1),
         )
 
