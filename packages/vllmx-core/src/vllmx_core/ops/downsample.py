@@ -14,7 +14,6 @@ from vllmx_core.ops.linear import linear
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
 from vllmx_core.ops.values import ArrayFrame, StepInputs, Value, WeightRef
 
-
 FRAMES = 8
 """Frames of a row: each convolution halves their number."""
 
