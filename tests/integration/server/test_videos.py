@@ -130,7 +130,8 @@ def test_answers_are_transformers(family: str, tmp_path: Path) -> None:
                 }
                 found = logits(oracle, [*ids, *answer[:-1]], given)[len(ids) - 1 :]
                 found[:, list(NEVER)] = -np.inf
-                assert found.argmax(axis=1).tolist() == answer
+                short = found.max(axis=1) - found[np.arange(len(answer)), answer]
+                assert short.max() < 2e-4 * np.ptp(found[np.isfinite(found)]), short
 
 
 def test_frames_and_times() -> None:

@@ -76,6 +76,12 @@ class LogMel(Record):
         """Windows that hold so many samples."""
         return max(1, -(-num_samples // self.num_samples))
 
+    def padded(self, samples: F32) -> F32:
+        """The samples and silence behind them, whole windows together."""
+        padded = np.zeros(self.num_windows(samples.size) * self.num_samples, np.float32)
+        padded[: samples.size] = samples
+        return padded
+
     def frames(self, samples: F32) -> Sliced[F32]:
         """(n, mels), one for each whole `hop` of samples."""
         padded = np.pad(samples, self.size // 2, mode="reflect")
@@ -95,9 +101,7 @@ class LogMel(Record):
     ) -> Sliced[list[ImageInput]]:
         """The audio as the core takes it, padded with silence to whole windows: `count` rows of
         each."""
-        padded = np.zeros(self.num_windows(samples.size) * self.num_samples, np.float32)
-        padded[: samples.size] = samples
-        frames = yield from self.frames(padded)
+        frames = yield from self.frames(self.padded(samples))
         found: list[ImageInput] = []
         for begin in range(0, len(frames), self.num_frames):
             rows = overlapping(frames[begin : begin + self.num_frames], count)

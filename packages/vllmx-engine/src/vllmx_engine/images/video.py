@@ -4,15 +4,14 @@ its time in the prompt. A pair is an image to the core."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.records import Record
 
-from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.processor import Fit, image_input, patches_of, positive, resized
 from vllmx_engine.images.whole import QwenImages, check_ratio, smart_size
@@ -22,6 +21,9 @@ from vllmx_engine.wire.messages import ImageInput
 if TYPE_CHECKING:
     from av.container import InputContainer
 
+T = TypeVar("T")
+Slices = Generator[None, None, T]
+"""Work that yields behind each slice, and returns its result."""
 _FORMATS = "mov,mp4,matroska,webm,avi"
 _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_drefs": "0"}
 """A file must not name others."""
@@ -74,7 +76,7 @@ class VideoProcessor(QwenImages):
         if not self._fewest <= self._most or not 0 < self._fps <= _MOST_FRAMES_S:
             raise ValueError("a number of frames")
 
-    def measure(self, data: bytes, limits: ImageLimits, where: str) -> Sliced[VideoFit]:
+    def measure(self, data: bytes, limits: ImageLimits, where: str) -> Slices[VideoFit]:
         """Reads headers and counts frames, without decoding any. Raises InvalidRequestError."""
         limits.check_bytes(len(data), where)
         with _opened(data, limits, where) as container:
@@ -115,7 +117,7 @@ class VideoProcessor(QwenImages):
         pads = (self.token * fit.runs[0]).join(self.around)
         return "".join(f"<{second:.1f} seconds>{pads}" for second in fit.seconds)
 
-    def inputs(self, fit: VideoFit, limits: ImageLimits, where: str) -> Sliced[list[ImageInput]]:
+    def inputs(self, fit: VideoFit, limits: ImageLimits, where: str) -> Slices[list[ImageInput]]:
         """The pairs of frames, decoded now, each as if its first token were at 0. Raises
         InvalidRequestError."""
         found: list[ImageInput] = []
