@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,10 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "reads text and images here" in error(part(data))
 
 
-def test_over_http(tmp_path: Path) -> None:
+def test_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer is that in Python, and the example of docs/images.md runs as it stands."""
     folder = folder_of("qwen3_vl", tmp_path, FAMILIES["qwen3_vl"].make())
     data, _ = video(13, 1)
     messages: Any = [{"role": "user", "content": [WORD, part(data)]}]
@@ -211,3 +215,11 @@ def test_over_http(tmp_path: Path) -> None:
         assert found.choices[0].message.content == expected
         (card,) = running.get("/v1/models").json()["data"]
         assert card["input_modalities"] == ["text", "image"]
+        (tmp_path / "cat.mp4").write_bytes(data)
+        monkeypatch.chdir(tmp_path)
+        page = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
+        (example,) = re.findall(r"```python\n([^`]*video_url.*?)```", page, re.DOTALL)
+        example = example.replace("Qwen/Qwen3.5-4B", "seeing")
+        example = example.replace("http://localhost:8000", running.url)
+        exec(compile(example, "an example of docs", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out.strip()
