@@ -298,7 +298,7 @@ def pace(folder: Path, threads: int) -> None:
 def with_image(random: Any, number: int) -> tuple[list[int], list[Any]]:
     """Ids of a prompt, and its image."""
     import numpy as np
-    from vllmx_engine.client.chat_images import image_input
+    from vllmx_engine.images.processor import image_input
     from vllmx_engine.wire.images import PreparedImage
 
     levels = np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1))

@@ -56,8 +56,8 @@ if its `text_config` (or `llm_config`, `language_config`, `thinker_config`) has 
 `model_type` of the table, and the tensors lie below one prefix; a line in the log says so. A tiny
 model of each such class of transformers is compared with transformers: Aya Vision, Cohere 2
 Vision, DeepSeek-VL, GLM-ASR, GOT-OCR 2, Granite Speech, Idefics 2, Janus, Kimi K2.5,
-LFM2-VL, LLaVA-NeXT and LLaVA-OneVision, MiniCPM-V 4.6 and 4.7, Nemotron Omni, Ovis 2,
-the thinkers of Qwen2.5-Omni and Qwen3-Omni, Qwen3-ASR, VibeVoice ASR, VideoLLaMA 3. PaliGemma is
+LFM2-VL, LLaVA-NeXT and LLaVA-OneVision, MiniCPM-V 4.6 and 4.7, Nemotron Omni, Ovis 2, VibeVoice
+ASR, VideoLLaMA 3. PaliGemma is
 refused: its prompts need attention in both directions. Kimi K3 is refused: its text has an
 activation, an output gate and residuals that KimiLinearForCausalLM does not have. PaddleOCR-VL
 rotates in another way than ERNIE 4.5, so it is not in the list.

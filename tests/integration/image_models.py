@@ -261,10 +261,15 @@ PROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-MARKS = {"<|image_pad|>": PAD, "<|vision_start|>": START, "<|vision_end|>": END}
+VIDEO = 93
+MARKS = {
+    "<|image_pad|>": PAD, "<|vision_start|>": START, "<|vision_end|>": END,
+    "<|video_pad|>": VIDEO,
+}  # fmt: skip
 _TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endfor %} w11"
 )
 

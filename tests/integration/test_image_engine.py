@@ -18,10 +18,10 @@ from vllmx_core.model import heads_of
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.cost import StepCost
+from vllmx_engine.images.processor import image_input
 from vllmx_engine.llm import LLM
 from vllmx_engine.wire.images import PreparedImage
 from vllmx_testing.model_suite import random_weights

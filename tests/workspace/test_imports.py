@@ -51,7 +51,7 @@ IN_FUNCTIONS = {
     "vllmx_testing": {"torch", "transformers", "safetensors", "ml_dtypes"},
     "vllmx_cuda": {"cupy"},
     "vllmx_torch": {"transformers"},
-    "vllmx_engine": {"llguidance", "PIL", "soundfile"},
+    "vllmx_engine": {"llguidance", "PIL", "av", "soundfile"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx_server": {"anyio", "httpx2", "mcp", "mcp_types", "pydantic"},
     "vllmx": {"msgspec", "prompt_toolkit"},
@@ -59,7 +59,7 @@ IN_FUNCTIONS = {
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
-    "llguidance", "PIL", "soundfile", "opentelemetry", "mcp", "pydantic",
+    "llguidance", "PIL", "av", "soundfile", "opentelemetry", "mcp", "pydantic",
 )  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def test_every_op_of_core_has_cases() -> None:
         "Attention", "LatentAttention", "Recurrence", "ShortConv", "GatedLinear",
         "Indexer", "Patches", "Mix", "Merge", "Keep", "Place", "Tap", "VocabEmbedding",
         "AllReduce", "AllGather", "Slice", "Send", "Recv", "Combine", "Adapt",
-        "Compress", "CompressedAttention", "CrossAttention", "Unfold",
+        "Compress", "CompressedAttention", "CrossAttention", "Unfold", "Downsample",
     }  # fmt: skip  # own suites; what a pass makes
 
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.arrays import NUMPY
 from vllmx_core.errors import OpError
 from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import ImagePlaces
+from vllmx_core.ops.downsample import Downsample
 from vllmx_core.ops.formulas import NumpyFrame, NumpyWeights
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.unfold import Unfold
-from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_testing.plans import Row, make_plan
 
 STEP = StepInputs()
@@ -133,3 +135,52 @@ def test_a_pass_keeps_the_features_of_tokens_alone() -> None:
     assert plan.patches is not None
     assert plan.patches.keep.tolist() == [5, 6, 99, 13, 10]
     assert plan.patches.values[:, 0].tolist() == [1, 1, 1, 1, 0, 0, 6, 9, 0, 3]
+
+
+def test_downsample() -> None:
+    """Chunks of 20 frames in three rows, of which the last holds four frames more; an audio of two
+    chunks, the second of which ends early, and a short one."""
+    rng = np.random.default_rng(7)
+    bins, channels, frames, counts = 5, (3, 4, 2), 20, (5, 1)
+    x, rows = Value(8 * bins), sum(counts)
+    arrays, biases, refs, before = {}, {}, [], 1
+    for name, size in zip("abc", channels, strict=True):
+        arrays[name] = rng.standard_normal((size, 9 * before)).astype(np.float32)
+        biases[name] = rng.standard_normal(size).astype(np.float32)
+        refs.append(WeightRef(name, "linear", size, 9 * before))
+        before = size
+    plan = make_plan([Row([1] * count, 0, [place]) for place, count in enumerate(counts)], 16)
+    found = NumpyFrame(NumpyWeights(arrays, biases), plan, (), None)
+    found[x] = rng.standard_normal((rows, x.width)).astype(np.float32)
+    op = Downsample.of(x, (refs[0], refs[1], refs[2]), frames, STEP)
+    op.check()
+    op.compute(found)
+    assert op.rows == 3
+    for first, count in ((0, 3), (3, 2), (5, 1)):
+        y = found[x][first : first + count].reshape(-1, bins)[:frames]
+        y = np.pad(y, ((0, frames - len(y)), (0, 0)))[None]  # (C, times, bins)
+        for name in "abc":
+            y = convolved(y, arrays[name], biases[name])
+        wanted = y.transpose(1, 2, 0)[:count].reshape(count, -1)
+        np.testing.assert_allclose(found[op.out][first : first + count], wanted, 1e-4, 1e-4)
+
+
+def convolved(y: Any, w: Any, bias: Any) -> Any:
+    """(C, times, bins): each value by itself."""
+    padded = np.pad(y.astype(np.float64), ((0, 0), (1, 1), (1, 1)))
+    times, bins = -(-y.shape[1] // 2), -(-y.shape[2] // 2)
+    found = np.zeros((len(w), times, bins))
+    for time, place in np.ndindex(times, bins):
+        seen = padded[:, 2 * time : 2 * time + 3, 2 * place : 2 * place + 3].transpose(1, 2, 0)
+        found[:, time, place] = w @ seen.ravel() + bias
+    return NUMPY.gelu(found)
+
+
+def test_downsample_refuses_what_does_not_fit() -> None:
+    refs = tuple(
+        WeightRef(name, "linear", 4, 9 * cols) for name, cols in zip("abc", (1, 4, 4), strict=True)
+    )
+    with pytest.raises(OpError, match="no 8 frames"):
+        Downsample.of(Value(13), refs, 20, STEP).check()  # type: ignore[arg-type]
+    with pytest.raises(OpError, match="has 9 columns, not 36"):
+        Downsample.of(Value(16), (refs[0], refs[0], refs[0]), 20, STEP).check()

@@ -14,7 +14,7 @@ from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestE
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.client.chat_images import ChatImages, chat_images
+from vllmx_engine.client.chat_images import ChatImages, Reader, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.processor import Fit, ImageProcessor
@@ -50,8 +50,12 @@ class Squares(ImageProcessor):
         return [PreparedImage.of(patches, levels, fit.grid, fit.num_tokens)]
 
 
+def squares(limits: ImageLimits, room: ImageRoom) -> ChatImages:
+    return ChatImages("fake", {"image": Reader(Squares(), limits, ord("#"))}, room)
+
+
 def images(limits: ImageLimits = ImageLimits(), room: int = 500) -> ChatImages:  # noqa: B008
-    return ChatImages(limits, "fake", Squares(), ord("#"), ImageRoom(room))
+    return squares(limits, ImageRoom(room))
 
 
 def part(size: int, seed: int = 0) -> dict[str, Any]:
@@ -137,7 +141,7 @@ async def test_images_that_do_not_fit_are_refused_before_any_is_decoded(
             llm._images = images(limits, room=7)
             with pytest.raises(ContextLengthError, match=r"take 8, .* room for 7"):
                 await llm.submit_chat(asked(*content), GREEDY)
-        llm._images = ChatImages(limits, "fake", Squares(), ord("#"), ImageRoom(99, 7, 5, 4))
+        llm._images = squares(limits, ImageRoom(99, 7, 5, 4))
         with pytest.raises(CapacityError, match=r"images of 8 tokens.*encoder-cache-memory"):
             await llm.submit_chat(asked(part(4), file), GREEDY)
         with pytest.raises(CapacityError, match="--max-num-batched-tokens to 9"):

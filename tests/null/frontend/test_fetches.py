@@ -11,8 +11,9 @@ from vllmx_core.errors import InvalidRequestError, QueueFullError
 from vllmx_core.system.deadline import Deadline
 from vllmx_engine.client import async_text
 from vllmx_engine.client.async_text import Fetches
-from vllmx_engine.client.chat_images import ChatImages, Pictures
+from vllmx_engine.client.chat_images import ChatImages, Pictures, Reader
 from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.images.processor import ImageProcessor
 from vllmx_engine.images.source import ImageSource
 
 from tests.waiting import PATIENCE_S
@@ -22,7 +23,7 @@ class Fetched(Pictures):
     """Images of hosts, of which those of `slow` come once `go_on` is set or their end is near."""
 
     def __init__(self, urls: Sequence[str], go_on: threading.Event) -> None:
-        images = ChatImages(ImageLimits(), "model")
+        images = ChatImages("model", {"image": Reader(ImageProcessor(), ImageLimits(), 0)})
         super().__init__([ImageSource(url, "there") for url in urls], images)
         self.go_on = go_on
         self.begun = 0

@@ -82,7 +82,9 @@ async def test_content_parts_that_are_not_served(served: Served) -> None:
         ({"type": "image_url"}, "'image_url' without it"),
         ({"type": "audio_url", "audio_url": "x"}, "is an audio, but fake reads text alone"),
         ({"type": "input_audio"}, "'input_audio' without it"),
-        ({"type": "video_url"}, "takes text, image_url, input_audio and audio_url"),
+        ({"type": "video_url"}, "'video_url' without it"),
+        ({"type": "video_url", "video_url": "x"}, "is a video, but fake reads text alone"),
+        ({"type": "sound_url"}, "takes text, image_url, video_url, input_audio and audio_url"),
     ):
         messages = [{"role": "user", "content": [part]}]
         response = await served.post("/v1/chat/completions", messages=messages)

@@ -176,6 +176,8 @@ class EngineConfig:
     """Images of one request."""
     max_audio_bytes: int = 25 << 20
     max_audio_seconds: int = 3600
+    max_video_bytes: int = 64 << 20
+    max_video_seconds: int = 600
     max_image_bytes: int = 20 << 20
     """The largest image that a request may send, in bytes as it is sent."""
     max_image_pixels: int = 32 << 20
@@ -224,6 +226,8 @@ class EngineConfig:
             ("limit_images", 0, 1024),
             ("max_audio_bytes", 1, 1 << 30),
             ("max_audio_seconds", 1, 1 << 20),
+            ("max_video_bytes", 1, 1 << 30),
+            ("max_video_seconds", 1, 1 << 20),
             ("max_image_bytes", 1, 1 << 30),
             ("encoder_cache_memory", 0, 1 << 40),
             ("max_image_pixels", 1, 80_000_000),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from vllmx_core.ops.adapt import Adapt
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.compressed_attention import CompressedAttention
+from vllmx_core.ops.downsample import Downsample
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.grouped_linear import GroupedLinear
@@ -23,6 +24,7 @@ from vllmx_core.records import Record
 from vllmx_cpu.adapters import CpuAdapters
 from vllmx_cpu.lowering.attention import INDEXER_TOKENS, score_stride, segment_dtype
 from vllmx_cpu.lowering.compressed import GROUPED_TOKENS, grouped_numbers
+from vllmx_cpu.lowering.images import downsampled_numbers
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape
 from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
@@ -95,6 +97,11 @@ def _panel_bytes(
             shape, rows = shapes[op.w.name], op.w.count * min(max_rows["T"], GROUPED_TOKENS)
             kind = WEIGHT_KINDS[shape.kind]
             largest = max(largest, library().vx_panels_bytes(kind, shape.cols, rows))
+        elif isinstance(op, Downsample):
+            for (times, bins), w in zip(op.sizes[1:], op.matrices, strict=True):
+                kind = WEIGHT_KINDS[shapes[w.name].kind]
+                needed = library().vx_panels_bytes(kind, shapes[w.name].cols, times * bins)
+                largest = max(largest, needed)
         elif isinstance(op, LatentAttention):
             rows = library().vx_latent_rows(op.spec.num_heads, max_rows["T"])
             of_heads = (
@@ -138,6 +145,8 @@ def _workspace_bytes(
             needed = 4 * max_tokens * op.spec.head_size
         elif isinstance(op, GroupedLinear):
             needed = 4 * grouped_numbers(op)
+        elif isinstance(op, Downsample):
+            needed = 4 * downsampled_numbers(op)
         elif isinstance(op, Indexer):
             needed = 4 * INDEXER_TOKENS * score_stride(op)
         elif isinstance(op, SegmentAttention):

@@ -11,6 +11,7 @@ import numpy as np
 from vllmx_core.plan import StepPlan
 
 from vllmx_cpu.images import allocate_turned
+from vllmx_cpu.lowering.images import VxDownsample
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower_all
 from vllmx_cpu.memory import Bytes, allocate
@@ -128,6 +129,8 @@ def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
         seen = num_patches / num_windows if arguments.images else num_patches
         whole = 5 * arguments.num_heads * arguments.head_size * seen
         return float(whole / arguments.pieces)
+    if isinstance(arguments, VxDownsample):
+        return arguments.products
     return 64.0 * (getattr(arguments, "width", 0) + 64)
 
 

@@ -46,6 +46,8 @@ class MetalFrame(ArrayFrame[mx.array]):
         return found
 
     def rows(self, ref: WeightRef, ids: mx.array) -> mx.array:
+        if ref.kind == "constant":
+            return self.vector(ref)[ids]
         return self.table(ref).rows(ids).astype(mx.float32)
 
     def upload(self, array: AnyArray) -> mx.array:

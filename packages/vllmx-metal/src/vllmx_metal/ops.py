@@ -12,6 +12,7 @@ from vllmx_core.backend_kit.compressed import compress, compressed_attention, ro
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.compress import Compress
 from vllmx_core.ops.compressed_attention import CompressedAttention
+from vllmx_core.ops.downsample import Downsample, downsample
 from vllmx_core.ops.experts import Experts, activated
 from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head, softcap
@@ -39,6 +40,11 @@ OPS: OpTable[MetalFrame, None] = OpTable("metal", formulas=True)
 @OPS.add(Linear)
 def _linear(op: Linear, frame: MetalFrame) -> None:
     frame[op.out] = frame.matrix(op.w).multiply(frame[op.x]).astype(frame.dtype)
+
+
+@OPS.add(Downsample)
+def _downsample(op: Downsample, frame: MetalFrame) -> None:
+    downsample(op, frame, lambda x, w: frame.matrix(w).multiply(x).astype(frame.dtype))
 
 
 @OPS.add(Attention, when=lambda op: op.bias is None)

@@ -125,6 +125,15 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("phimoe", "PhimoeForCausalLM", gguf=True),
         ModelSpec("phi_moe", "vllmx_models.families.phimoe:phimoe", ("PhiMoEForCausalLM",)),
         _model("qwen2", "Qwen2ForCausalLM", "qwen", gguf=True),
+        replace(
+            _model("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "audio_chats"),
+            architectures=(
+                "Qwen2_5OmniForConditionalGeneration",
+                "Qwen2_5OmniModel",
+                "Qwen2_5OmniThinkerForConditionalGeneration",
+            ),
+            model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
+        ),
         _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf="qwen2vl"),
         _model("qwen2_audio", "Qwen2AudioForConditionalGeneration", "audio_chats"),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", "qwen_moe", gguf="qwen2moe"),
@@ -149,7 +158,16 @@ def _models() -> tuple[ModelSpec, ...]:
             table="MOE_GGUF",
         ),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", "qwen_moe", gguf="qwen3moe", table="QWEN3_GGUF"),
+        _model("qwen3_asr", "Qwen3ASRForConditionalGeneration", "audio_chats"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
+        replace(
+            _model("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration", "audio_chats"),
+            architectures=(
+                "Qwen3OmniMoeForConditionalGeneration",
+                "Qwen3OmniMoeThinkerForConditionalGeneration",
+            ),
+            model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        ),
         _model("seed_oss", "SeedOssForCausalLM", "llama_variants", gguf=True, table="SEED_GGUF"),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
         _model("smolvlm", "SmolVLMForConditionalGeneration", "idefics3"),

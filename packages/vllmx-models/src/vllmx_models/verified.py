@@ -26,7 +26,13 @@ KINDS: Mapping[str, str] = {
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
 _WITHOUT_CUDA = ("cpu", "metal", "numpy", "torch")
-_HEARING = ("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration")
+_HEARING = (
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
+)
 _READING = ("MT5ForConditionalGeneration", "T5ForConditionalGeneration")
 _NO_CUDA = (
     "BertForMaskedLM",
@@ -145,7 +151,7 @@ _EXPERTS = tuple(
 
 def with_verification(spec: ModelSpec) -> ModelSpec:
     """Adds the verified properties and tested backends of a model."""
-    (name,) = spec.architectures
+    name = spec.architectures[0]
     return replace(spec, backends=_BACKENDS.get(name, EVERYWHERE), checked=_checked(name))
 
 

@@ -13,6 +13,7 @@ from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.compress import Compress
 from vllmx_core.ops.compressed_attention import CompressedAttention
+from vllmx_core.ops.downsample import Downsample, downsample
 from vllmx_core.ops.experts import Experts, activated
 from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head, softcap
@@ -44,8 +45,16 @@ OPS.add(Combine)(Combine.compute)
 
 @OPS.add(Linear)
 def _linear(op: Linear, frame: TorchFrame) -> None:
-    w = frame.matrix(op.w)
-    frame[op.out] = functional.linear(frame[op.x].to(w.matrix.dtype), w.matrix, w.bias).float()
+    frame[op.out] = _product(frame[op.x], frame.matrix(op.w))
+
+
+def _product(x: Tensor, w: LinearWeight) -> Tensor:
+    return functional.linear(x.to(w.matrix.dtype), w.matrix, w.bias).float()
+
+
+@OPS.add(Downsample)
+def _downsample(op: Downsample, frame: TorchFrame) -> None:
+    downsample(op, frame, lambda x, w: _product(x, frame.matrix(w)))
 
 
 @OPS.add(Attention)

@@ -20,11 +20,13 @@ class Mix(ArrayOp):
     @classmethod
     def of(cls, step: StepInputs, w: WeightRef) -> Mix:
         expect(isinstance(step, StepInputs), "pass on the step itself")
-        expect_weight(w, "embedding")
-        return cls(w, Value(w.cols))
+        op = cls(w, Value(w.cols))
+        op.check()
+        return op
 
     def check(self) -> None:
-        expect_weight(self.w, "embedding")
+        expect_weight(self.w, "constant" if self.w.kind == "constant" else "embedding")
+        expect(self.w.cols > 0, f"{self.w.name!r} is no table")
 
     def compute(self, frame: ArrayFrame[Any]) -> None:
         rows = patches_in(frame.plan)

@@ -18,6 +18,7 @@ from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.compress import Compress, CompressSpec
 from vllmx_core.ops.compressed_attention import CompressedAttention
 from vllmx_core.ops.cross_attention import CrossAttention
+from vllmx_core.ops.downsample import Downsample
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
@@ -62,9 +63,9 @@ OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
     LatentAttention, Indexer, Compress, CompressedAttention, SegmentAttention, CrossAttention,
     ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleAt, ScaleBy, Gate, Clip, Route, Experts,
-    Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold, Mix,
-    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Resize,
-    MatchRms, Sparsify, Send, Recv,
+    Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold,
+    Downsample, Mix, Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather,
+    Slice, Resize, MatchRms, Sparsify, Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -114,6 +115,7 @@ class Ops:
     spread = _recorded(Spread.of)
     patches = _recorded(Patches.of)
     unfold = _recorded(Unfold.of)
+    downsample = _recorded(Downsample.of)
     mix = _recorded(Mix.of)
     merge = _recorded(Merge.of)
     place = _recorded(Place.of)

@@ -6,6 +6,7 @@ import ctypes
 from ctypes import Structure, c_float, c_int32, c_void_p
 
 from vllmx_core.ops.cross_attention import CrossAttention
+from vllmx_core.ops.downsample import Downsample
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
@@ -40,7 +41,7 @@ class VxPatches(Structure):
 class VxMix(Structure):
     """Arguments of `mix`; native/rows.cpp."""
 
-    _fields_ = [("w", VxWeight), ("images", c_void_p), ("y", c_void_p)]
+    _fields_ = [("w", VxWeight), *pointers("constant images y")]
 
 
 class VxMerge(Structure):
@@ -69,6 +70,21 @@ class VxUnfold(Structure):
     """Arguments of `unfold`; native/cross_attention.cpp."""
 
     _fields_ = [*pointers("x y out"), *ints("channels x_frames y_frames first")]
+
+
+class VxDownsample(Structure):
+    """Arguments of `downsample`; native/downsample.cpp."""
+
+    _fields_ = [("w", VxWeight * 3), *pointers("x y panels workspace"), *ints("frames bins")]
+
+    @property
+    def products(self) -> float:
+        """Multiplications for a row of x."""
+        times, bins, found = int(self.frames), int(self.bins), 0
+        for w in self.w:
+            times, bins = -(-times // 2), -(-bins // 2)
+            found += times * bins * int(w.rows) * int(w.cols)
+        return found / times
 
 
 def turns(model: Lowering) -> list[Call]:
@@ -104,8 +120,12 @@ def _patches(op: Patches, site: Site) -> list[Call]:
 
 @OPS.add(Mix, when=lambda op: op.out.width * 4 <= SCRATCH_BYTES)
 def _mix(op: Mix, site: Site) -> list[Call]:
-    matrix = site.model.weights.matrices[op.w.name]
-    arguments = VxMix(matrix.struct(), images(site), site.address(op.out))
+    constant = site.vector(op.w) if op.w.kind == "constant" else None
+    if constant is None:
+        table = site.model.weights.matrices[op.w.name].struct()
+    else:
+        table = VxWeight(cols=op.w.cols)
+    arguments = VxMix(table, constant, images(site), site.address(op.out))
     return [site.call(op, "mix", arguments)]
 
 
@@ -176,6 +196,28 @@ def _unfold(op: Unfold, site: Site) -> list[Call]:
         op.first,
     )
     return [site.call(op, "unfold", arguments)]
+
+
+def downsampled_numbers(op: Downsample) -> int:
+    """The float32 numbers of its workspace: what two convolutions leave of a chunk, and the values
+    that one of the three reads."""
+    made = [times * bins for times, bins in op.sizes[1:]]
+    read = max(count * w.cols for count, w in zip(made, op.matrices, strict=True))
+    return made[0] * op.first.rows + made[1] * op.second.rows + read
+
+
+@OPS.add(Downsample)
+def _downsample(op: Downsample, site: Site) -> list[Call]:
+    matrices = [site.model.weights.matrices[w.name].struct() for w in op.matrices]
+    arguments = VxDownsample(
+        (VxWeight * 3)(*matrices),
+        site.address(op.x),
+        site.address(op.out),
+        site.model.panels.ctypes.data,
+        site.model.workspace.ctypes.data,
+        *op.sizes[0],
+    )
+    return [site.call(op, "downsample", arguments)]
 
 
 def images(site: Site) -> int:

@@ -81,7 +81,8 @@ void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
 VX_OP(embedding, VxEmbedding)
 
 struct VxMix {
-  VxWeight w;              // (entries, E)
+  VxWeight w;              // (entries, E); of a constant the columns alone
+  const float* constant;   // (entries, E), or null
   const VxImages* images;
   float* y;                // (T, E)
 };
@@ -97,10 +98,11 @@ void mix(const void* args, const VxStep* step, VxCtx* ctx) {
     for_lanes(width, [=](int32_t i, int n) { store_some(y + i, zero(), n); });
     for (int32_t k = 0; k < images.taps; ++k) {
       const size_t at = (size_t)row * images.taps + k;
-      unpack_row(&a.w, images.table_rows[at], line);
+      const float* entry = a.constant ? a.constant + (size_t)images.table_rows[at] * width : line;
+      if (!a.constant) unpack_row(&a.w, images.table_rows[at], line);
       const F32x16 share = splat(images.table_weights[at]);
       for_lanes(width, [=](int32_t i, int n) {
-        store_some(y + i, fma(load_some(line + i, n), share, load_some(y + i, n)), n);
+        store_some(y + i, fma(load_some(entry + i, n), share, load_some(y + i, n)), n);
       });
     }
   });

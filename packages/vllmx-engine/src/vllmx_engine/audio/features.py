@@ -18,6 +18,9 @@ _FLOOR = 1e-10
 _RANGE = 8.0
 """Powers of ten between the loudest value and the quietest one that counts."""
 _FRAMES_OF_ROW = 4
+_SLICE = 3000
+"""Frames that are made at a time."""
+_MOST_S = 300
 _NEEDED = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "chunk_length": 30}
 
 
@@ -40,7 +43,7 @@ class LogMel(Record):
         numbers = {"feature_size": 80, **_NEEDED, **config}
         found = [numbers[name] for name in ("feature_size", *_NEEDED)]
         sound = all(type(one) is int and 0 < one <= 1 << 16 for one in found)
-        if not sound or config.get("dither") or found[3] > found[2] or found[4] > 60:
+        if not sound or config.get("dither") or found[3] > found[2] or found[4] > _MOST_S:
             raise ConfigError(
                 f"{place} describes no log-mel frames that can be made here: download it again"
             )
@@ -73,17 +76,20 @@ class LogMel(Record):
         """Windows that hold so many samples."""
         return max(1, -(-num_samples // self.num_samples))
 
-    def frames(self, samples: F32) -> Sliced[F32]:
-        """(n, mels) of samples, padded with silence to whole windows, each of them a slice."""
+    def padded(self, samples: F32) -> F32:
+        """The samples and silence behind them, whole windows together."""
         padded = np.zeros(self.num_windows(samples.size) * self.num_samples, np.float32)
         padded[: samples.size] = samples
-        half = self.size // 2
-        padded = np.pad(padded, half, mode="reflect")
+        return padded
+
+    def frames(self, samples: F32) -> Sliced[F32]:
+        """(n, mels), one for each whole `hop` of samples."""
+        padded = np.pad(samples, self.size // 2, mode="reflect")
         pieces = np.lib.stride_tricks.sliding_window_view(padded, self.size)[:: self.hop][:-1]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.size) / self.size)
         filters, mels = self._filters.T, np.empty((len(pieces), self.num_mels), np.float32)
-        for begin in range(0, len(pieces), self.num_frames):  # an hour's pieces take gigabytes
-            some = slice(begin, begin + self.num_frames)
+        for begin in range(0, len(pieces), _SLICE):  # an hour's pieces take gigabytes
+            some = slice(begin, begin + _SLICE)
             power = np.abs(np.fft.rfft(pieces[some] * hann, axis=1)) ** 2
             mels[some] = np.log10(np.maximum(power @ filters, _FLOOR))
             yield
@@ -93,20 +99,32 @@ class LogMel(Record):
     def audio_inputs(
         self, samples: F32, count: int, start: int, rows_per_token: int = 1
     ) -> Sliced[list[ImageInput]]:
-        """The audio as the core takes it, `count` rows of each window. A row has the frames that
-        the encoder reads for it: the one before its own two, these, and the one behind. Zeros
-        surround a window."""
-        frames, num_tokens = (yield from self.frames(samples)), count // rows_per_token
-        at = 2 * np.arange(count)[:, None] + np.arange(_FRAMES_OF_ROW)
+        """The audio as the core takes it, padded with silence to whole windows: `count` rows of
+        each."""
+        frames = yield from self.frames(self.padded(samples))
         found: list[ImageInput] = []
         for begin in range(0, len(frames), self.num_frames):
-            window = np.pad(frames[begin : begin + self.num_frames], ((1, 1), (0, 0)))
-            rows = window[at].tobytes()
-            digest = hashlib.blake2b(rows, digest_size=32, person=b"audio").digest()
-            place = start + len(found) * num_tokens
-            found.append(ImageInput(place, num_tokens, digest, (1, 1, count), rows, b""))
+            rows = overlapping(frames[begin : begin + self.num_frames], count)
+            place = start + len(found) * (count // rows_per_token)
+            found.append(audio_input(rows, place, rows_per_token))
             yield
         return found
+
+
+def overlapping(frames: F32, count: int) -> F32:
+    """(count, 4 * mels): two frames in each row, the one before and the one behind, as Whisper's
+    convolutions read them. Zeros surround the frames."""
+    padded = np.pad(frames, ((1, 1), (0, 0)))
+    at = 2 * np.arange(count)[:, None] + np.arange(_FRAMES_OF_ROW)
+    found: F32 = padded[at].reshape(count, -1)
+    return found
+
+
+def audio_input(rows: F32, start: int, rows_per_token: int = 1) -> ImageInput:
+    """A piece of an audio as the core takes it, its first token at `start`."""
+    data, grid = rows.tobytes(), (1, 1, len(rows))
+    digest = hashlib.blake2b(data, digest_size=32, person=b"audio").digest()
+    return ImageInput(start, len(rows) // rows_per_token, digest, grid, data, b"")
 
 
 def _mel(hertz: F32) -> F32:

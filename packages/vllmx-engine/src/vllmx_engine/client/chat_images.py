@@ -20,13 +20,14 @@ from vllmx_engine.audio.slices import Sliced
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
-from vllmx_engine.images.kinds import find_processor, processor_of
+from vllmx_engine.images.kinds import find_processor, find_video_processor, processor_of
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.processor import Fit, ImageProcessor
+from vllmx_engine.images.processor import Fit, ImageProcessor, image_input
 from vllmx_engine.images.source import ImageSource, check_source, read_source
-from vllmx_engine.text.messages import AUDIO_PARTS, IMAGE_PARTS
+from vllmx_engine.images.video import VideoFit, VideoProcessor
+from vllmx_engine.text.messages import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from vllmx_engine.text.prompt_text import PromptText
-from vllmx_engine.wire.images import PLURAL, ImageRoom, Kind, PreparedImage
+from vllmx_engine.wire.images import PLURAL, SINGULAR, ImageRoom, Kind
 from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 
@@ -85,15 +86,28 @@ def _token_in_text() -> InvalidRequestError:
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 Processor = ImageProcessor | AudioProcessor
+AnyFit = Fit | AudioFit | VideoFit
 Stopped = Callable[[], bool]
 
 
+class Reader(Record):
+    """Reads one kind of input."""
+
+    processor: Processor
+    limits: ImageLimits
+    token_id: int
+    """The id of the token that stands for them."""
+    break_id: int = -1
+    """The id of the token between lines of an image; -1: there is none."""
+
+
 class Pictures:
-    """The images or audio of one conversation. With none of them everything here does nothing.
+    """The images, videos or audio of one conversation. With none of them all of this does nothing.
 
     Headers are read first: how many tokens an image takes is known by its size. A request that
     cannot be served is refused before any image is decoded. Audio is decoded to know its length,
-    and its windows are made at once: these are slices, and `placed` is not.
+    and its windows, like the frames of videos, are made at once: these are slices, and `placed` is
+    not.
 
     Args:
         images: finds and prepares them.
@@ -101,13 +115,11 @@ class Pictures:
 
     def __init__(self, sources: Sequence[ImageSource], images: ChatImages) -> None:
         self._sources = sources
-        self._limits, self._processor = images.limits, images.processor
-        self._token_id, self._break_id = images.token_id, images.break_id
-        self._room = images.room
+        self._readers, self._room = images.readers, images.room
         self._stored: dict[int, bytes] = {}
-        self._fits: list[Fit | AudioFit | None] = [None] * len(sources)
+        self._fits: list[AnyFit | None] = [None] * len(sources)
         self._heard: dict[int, list[ImageInput]] = {}
-        """The windows of audio, as if its first token were at 0."""
+        """The windows of audio and the frames of videos, as if the first token were at 0."""
         self._texts = [""] * len(sources)
         """The texts that stand for them in the prompt."""
 
@@ -128,101 +140,109 @@ class Pictures:
         return self._sources[index]
 
     def measure(self) -> Sliced[None]:
-        """Reads the headers of images, and all of audio, that is inline or was fetched. Raises
-        InvalidRequestError."""
+        """Reads the headers of images, and all of audio and videos, if they are inline or were
+        fetched. Raises InvalidRequestError."""
         for index, source in enumerate(self._sources):
             if self._fits[index] is None and (source.is_inline or index in self._stored):
                 data = self._stored.get(index)
                 if data is None:
-                    data = read_source(source, self._limits)
+                    data = read_source(source, self._limits(source))
                 yield from self._measure(index, data)
                 yield
 
     def fetch(self, index: int, deadline: Deadline | None = None) -> None:
         """Reads one from where it is. May wait long. Raises InvalidRequestError."""
-        self._stored[index] = read_source(self._sources[index], self._limits, deadline)
+        source = self._sources[index]
+        self._stored[index] = read_source(source, self._limits(source), deadline)
+
+    def _limits(self, source: ImageSource) -> ImageLimits:
+        return self._readers[source.kind].limits
 
     def _measure(self, index: int, data: bytes) -> Sliced[None]:
         """Checks one with all whose size is known already."""
-        processor, where = self._processor, self._sources[index].where
-        assert processor is not None, "others were refused"
+        source = self._sources[index]
+        reader, where = self._readers[source.kind], source.where
+        processor, limits = reader.processor, reader.limits
         if isinstance(processor, AudioProcessor):
-            heard = yield from processor.measure(data, self._limits, where)
-            self._fits[index], self._texts[index] = heard, processor.written(heard)
-            self._check(where)
+            heard = yield from processor.measure(data, limits, where)
+            self._keep(index, heard, processor.written(heard))
             self._heard[index] = yield from processor.inputs(0, heard)
+        elif isinstance(processor, VideoProcessor):
+            seen = yield from processor.measure(data, limits, where)
+            self._keep(index, seen, processor.written(seen))
+            self._heard[index] = yield from processor.inputs(seen, limits, where)
         else:
-            fit = processor.fit(*size_of(data, self._limits, where), where)
-            self._fits[index], self._texts[index] = fit, processor.written(fit)
-            self._check(where)
+            fit = processor.fit(*size_of(data, limits, where), where)
+            self._keep(index, fit, processor.written(fit))
 
-    def _check(self, where: str) -> None:
+    def _keep(self, index: int, fit: AnyFit, text: str) -> None:
+        """Keeps what one takes. Raises what `ImageRoom.check` raises for all together."""
+        self._fits[index], self._texts[index] = fit, text
         known = [fit for fit in self._fits if fit is not None]
-        self._room.check(
-            [fit.num_tokens for fit in known], sum(fit.num_bytes for fit in known), where
-        )
+        source = self._sources[index]
+        room = replace(self._room, kind=source.kind)
+        num_bytes = sum(fit.num_bytes for fit in known)
+        room.check([fit.num_tokens for fit in known], num_bytes, source.where)
 
     def written(self, prompt: str) -> str:
         """The prompt with places for the images. Raises InvalidRequestError."""
-        if self._processor is None:
-            return prompt
-        return write_images(prompt, self._processor, self._texts)
+        for kind, reader in self._readers.items():
+            pairs = zip(self._sources, self._texts, strict=True)
+            texts = [text for source, text in pairs if source.kind == kind]
+            prompt = write_images(prompt, reader.processor, texts)
+        return prompt
 
     def placed(self, request: Request, prompt: str, stopped: Stopped = lambda: False) -> Request:
         """The request that came of `written`, with the images in it, which are decoded now. May
         take a while. Raises InvalidRequestError."""
-        if self._processor is None:
-            return request
-        sizes = [size for fit in self._fits if fit is not None for size in fit.runs]
-        starts = iter(place_images(request.prompt_ids, self._token_id, sizes, self._break_id))
-        if not sizes:
+        starts: dict[Kind, Iterator[int]] = {}
+        for kind, reader in self._readers.items():
+            pairs = zip(self._sources, self._fits, strict=True)
+            fits = [fit for source, fit in pairs if source.kind == kind and fit is not None]
+            sizes = [size for fit in fits for size in fit.runs]
+            ids = request.prompt_ids
+            starts[kind] = iter(place_images(ids, reader.token_id, sizes, reader.break_id))
+        if not self._sources:
             return request
         images = [one for index in range(len(self)) for one in self._inputs(index, starts, stopped)]
+        images.sort(key=lambda one: one.start)
         core = [msgspec.structs.replace(one, images=images) for one in request.core]
         return replace(request, prompt=str(prompt), core=core)
 
-    def _inputs(self, index: int, starts: Iterator[int], stopped: Stopped) -> list[ImageInput]:
+    def _inputs(
+        self, index: int, all_starts: Mapping[Kind, Iterator[int]], stopped: Stopped
+    ) -> list[ImageInput]:
         if stopped():
             raise InvalidRequestError("nobody waits for the images any more")
-        source, processor, fit = self._sources[index], self._processor, self._fits[index]
+        source, fit = self._sources[index], self._fits[index]
+        reader, starts = self._readers[source.kind], all_starts[source.kind]
+        assert fit is not None, "it was measured"
         if index in self._heard:
-            start = next(starts)
-            heard = self._heard[index]
-            return [msgspec.structs.replace(one, start=start + one.start) for one in heard]
-        assert isinstance(processor, ImageProcessor), "others were refused"
-        assert isinstance(fit, Fit), "it was measured"
+            # All of an audio is one run; each pair of a video's frames is its own.
+            heard, places = self._heard[index], [next(starts) for _ in fit.runs]
+            each = places if len(places) > 1 else places * len(heard)
+            return [
+                msgspec.structs.replace(one, start=start + one.start)
+                for start, one in zip(each, heard, strict=True)
+            ]
+        processor = reader.processor
+        assert isinstance(processor, ImageProcessor), "others were made before"
+        assert isinstance(fit, Fit), "it is an image's"
         data = self._stored.pop(index, None)
         if data is None:
-            data = read_source(source, self._limits)
-        pixels = decode(data, self._limits, source.where)
+            data = read_source(source, reader.limits)
+        pixels = decode(data, reader.limits, source.where)
         return [image_input(next(starts), one) for one in processor.prepare(pixels, fit)]
 
 
-def image_input(start: int, image: PreparedImage) -> ImageInput:
-    """An image whose tokens begin at `start`, as it travels to the core."""
-    return ImageInput(
-        start,
-        image.num_tokens,
-        image.digest,
-        image.grid,
-        image.patches.tobytes(),
-        image.levels.tobytes(),
-    )
-
-
 class ChatImages(Record):
-    """Finds images or audio in conversations."""
+    """Finds images, videos or audio in conversations."""
 
-    limits: ImageLimits
     model: str
-    processor: Processor | None = None
-    """Prepares them; None: the model reads text alone."""
-    token_id: int = -1
-    """The id of the token that stands for them."""
+    readers: Mapping[Kind, Reader] = {}
+    """Empty: the model reads text alone."""
     room: ImageRoom = ImageRoom()
     """The size of what the model takes."""
-    break_id: int = -1
-    """The id of the token between lines of an image; -1: there is none."""
 
     def take(
         self, messages: Sequence[ChatMessage | Message]
@@ -241,7 +261,7 @@ class ChatImages(Record):
                 for index, message in enumerate(messages)
             ]
         for source in sources:
-            check_source(source, self.limits)
+            check_source(source, self.readers[source.kind].limits)
         return messages, Pictures(sources, self)
 
     def _without_images(
@@ -258,17 +278,17 @@ class ChatImages(Record):
                 parts.append(part)
                 continue
             where = f"messages[{index}].content[{number}]"
-            taken = None if self.processor is None else self.processor.kind
-            if taken != kind:
-                reads = "text alone" if taken is None else f"text and {PLURAL[taken]}"
+            if kind not in self.readers:
+                taken = [PLURAL[one] for one in self.readers]
+                reads = ", ".join(["text", *taken[:-1]]) + f" and {taken[-1]}" if taken else ""
+                reads = reads or "text alone"
                 raise InvalidRequestError(
-                    f"{where} is an {kind}, but {self.model} reads {reads} here: leave it out,"
-                    f" or ask a model that takes {PLURAL[kind]}",
+                    f"{where} is {SINGULAR[kind]}, but {self.model} reads {reads} here: leave it"
+                    f" out, or ask a model that takes {PLURAL[kind]}",
                     param=where,
                 )
-            url = _image_url(part, where) if kind == "image" else _audio_url(part, where)
-            sources.append(ImageSource(url, where, kind))
-            self.limits.check_count(len(sources))
+            sources.append(ImageSource(_URLS[kind](part, where), where, kind))
+            self.readers[kind].limits.check_count(len(sources))
             parts.append({"type": kind})
         return {**message, "content": parts}
 
@@ -276,17 +296,16 @@ class ChatImages(Record):
 def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
     """The reader of images or audio for a loaded model. Raises ConfigError for options of these
     that cannot be used."""
-    info = builder.info
-    limits = ImageLimits.of(config, "audio" if info.takes_audio else "image")
-    processor = _processor(info)
-    if processor is None:
-        return ChatImages(limits, info.model)
-    line_break = processor.line_break if isinstance(processor, ImageProcessor) else ""
-    token_id, break_id = (
-        _id_of(token, processor, builder) for token in (processor.token, line_break)
-    )
-    room = info.image_room or ImageRoom(info.max_model_len - 1)
-    return ChatImages(limits, info.model, processor, token_id, room, break_id)
+    info, readers = builder.info, dict[Kind, Reader]()
+    ImageLimits.of(config)  # which checks the options, whatever the model reads
+    for processor in _processors(info):
+        line_break = processor.line_break if isinstance(processor, ImageProcessor) else ""
+        token_id, break_id = (
+            _id_of(token, processor, builder) for token in (processor.token, line_break)
+        )
+        limits = ImageLimits.of(config, processor.kind)
+        readers[processor.kind] = Reader(processor, limits, token_id, break_id)
+    return ChatImages(info.model, readers, info.image_room or ImageRoom(info.max_model_len - 1))
 
 
 def _id_of(token: str, processor: Processor, builder: RequestBuilder) -> int:
@@ -301,17 +320,18 @@ def _id_of(token: str, processor: Processor, builder: RequestBuilder) -> int:
     return found
 
 
-def _processor(info: CoreInfo) -> Processor | None:
-    """Returns the processor that the model's format describes, or its folder; None for a model that
-    reads text alone."""
+def _processors(info: CoreInfo) -> list[Processor]:
+    """Returns the processors that the model's format describes, or its folder; none for a model
+    that reads text alone."""
     if info.takes_audio:
-        return find_audio_processor(Path(info.path))
+        return [find_audio_processor(Path(info.path))]
     if not info.takes_images:
-        return None
+        return []
     check_pillow()
     if info.image_processor:
-        return processor_of(info.image_processor, info.path)
-    return find_processor(Path(info.path))
+        return [processor_of(info.image_processor, info.path)]
+    found = (find_processor(Path(info.path)), find_video_processor(Path(info.path)))
+    return [one for one in found if one is not None]
 
 
 def _kind_of(part: Any) -> Kind | None:
@@ -319,6 +339,8 @@ def _kind_of(part: Any) -> Kind | None:
     found = part.get("type") if isinstance(part, Mapping) else None
     if found in IMAGE_PARTS:
         return "image"
+    if found in VIDEO_PARTS:
+        return "video"
     return "audio" if found in AUDIO_PARTS else None
 
 
@@ -350,6 +372,23 @@ def _image_url(part: Mapping[str, Any], where: str) -> str:
         'an image without a URL: give {"type": "image_url", "image_url":'
         ' {"url": "data:image/png;base64,..."}}',
     )
+
+
+def _video_url(part: Mapping[str, Any], where: str) -> str:
+    """The URL of {"video_url": {"url": ...}}, {"video_url": ...} or {"video": ...}."""
+    return _url(
+        part.get("video_url", part.get("video")),
+        where,
+        'a video without a URL: give {"type": "video_url", "video_url":'
+        ' {"url": "data:video/mp4;base64,..."}}',
+    )
+
+
+_URLS: Mapping[Kind, Callable[[Mapping[str, Any], str], str]] = {
+    "image": _image_url,
+    "audio": _audio_url,
+    "video": _video_url,
+}
 
 
 def _url(found: Any, where: str, fault: str) -> str:

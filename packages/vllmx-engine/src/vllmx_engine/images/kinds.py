@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllmx_core.errors import ConfigError, excerpt, shown
 
 from vllmx_engine.images.pieces import IdeficsImages, InternImages
 from vllmx_engine.images.processor import ImageProcessor
+from vllmx_engine.images.video import VideoProcessor
 from vllmx_engine.images.whole import (
     ClipImages,
     Gemma4Images,
@@ -21,6 +22,24 @@ from vllmx_engine.images.whole import (
     SiglipImages,
 )
 from vllmx_engine.text.model_files import read_json_object
+
+
+def find_video_processor(folder: Path) -> VideoProcessor | None:
+    """The processor of videos that a model folder describes; None where it has none, or another
+    one. Raises ConfigError for one that is damaged."""
+    config, name = (
+        read_json_object(folder / "video_preprocessor_config.json"),
+        "video_preprocessor_config.json",
+    )
+    if not config:
+        name = "processor_config.json"
+        config = read_json_object(folder / name).get("video_processor") or {}
+    if not isinstance(config, Mapping):
+        return None
+    if config.get("video_processor_type") != "Qwen3VLVideoProcessor":
+        return None
+    return _made(VideoProcessor, config, str(folder / name))
+
 
 _SHARED = ("scale_factor", "downsample_ratio", "spatial_merge_size", "model_type")
 
@@ -63,6 +82,13 @@ def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
             f"{place} names the image processor {shown(kind)}, which is not known here; known:"
             f" {', '.join(_KINDS)}; leave images out by --limit-images 0"
         )
+    return _made(make, config, place)
+
+
+P = TypeVar("P", bound=ImageProcessor)
+
+
+def _made(make: Callable[[Mapping[str, Any]], P], config: Mapping[str, Any], place: str) -> P:
     try:
         return make(config)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:

@@ -10,7 +10,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
 
-from vllmx_engine.wire.images import PLURAL, Kind
+from vllmx_engine.wire.images import PLURAL, SINGULAR, Kind
 
 _PORTS = frozenset({80, 443})
 """The ports of a host named without a port."""
@@ -26,7 +26,7 @@ class ImageLimits(Record):
     max_pixels: int = 32 << 20
     """The largest image, in pixels once it is decoded."""
     max_seconds: float = 3600
-    """The longest audio."""
+    """The longest audio or video."""
     kind: Kind = "image"
     hosts: Mapping[str, frozenset[int]] = {}
     """Hosts that http(s) URLs may name, each with its ports."""
@@ -47,9 +47,9 @@ class ImageLimits(Record):
                 )
         return cls(
             config.limit_images,
-            config.max_image_bytes if kind == "image" else config.max_audio_bytes,
+            getattr(config, f"max_{kind}_bytes"),
             config.max_image_pixels,
-            config.max_audio_seconds,
+            config.max_video_seconds if kind == "video" else config.max_audio_seconds,
             kind,
             allowed_hosts(config.allowed_media_domains),
             folder,
@@ -68,8 +68,8 @@ class ImageLimits(Record):
         """Raises InvalidRequestError for one of more bytes than allowed."""
         if size > self.max_bytes:
             raise InvalidRequestError(
-                f"{where} is an {self.kind} of more than {self.max_bytes} bytes: send a smaller"
-                f" one, or raise --max-{self.kind}-bytes",
+                f"{where} is {SINGULAR[self.kind]} of more than {self.max_bytes} bytes: send a"
+                f" smaller one, or raise --max-{self.kind}-bytes",
                 param=where,
             )
 

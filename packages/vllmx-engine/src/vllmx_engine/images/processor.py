@@ -15,6 +15,7 @@ from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
 from vllmx_engine.wire.images import Kind, Pixels, PreparedImage
+from vllmx_engine.wire.messages import ImageInput
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers, which configs use too
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -90,6 +91,18 @@ class ImageProcessor:
     def _patched(self, pixels: Pixels, fit: Fit) -> PreparedImage:
         patches = patches_of(pixels, self.patch, self.merge, self.frames)
         return PreparedImage.of(patches, self._levels, fit.grid, fit.runs[0])
+
+
+def image_input(start: int, image: PreparedImage) -> ImageInput:
+    """An image whose tokens begin at `start`, as it travels to the core."""
+    return ImageInput(
+        start,
+        image.num_tokens,
+        image.digest,
+        image.grid,
+        image.patches.tobytes(),
+        image.levels.tobytes(),
+    )
 
 
 def levels_of(config: Mapping[str, Any]) -> F32:

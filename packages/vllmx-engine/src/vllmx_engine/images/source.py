@@ -14,7 +14,7 @@ from vllmx_core.system.deadline import Deadline, DeadlineError
 from vllmx_core.system.files import open_regular
 
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.wire.images import PLURAL, Kind
+from vllmx_engine.wire.images import PLURAL, SINGULAR, Kind
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
@@ -32,8 +32,11 @@ _ESCAPED = {b"%2B": b"+", b"%2F": b"/", b"%3D": b"=", b"%0A": b"", b"%0D": b"", 
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
+_FORM = {"image": "png", "audio": "wav", "video": "mp4"}
+
+
 class ImageSource(Record):
-    """An image or an audio that a message names."""
+    """An image, an audio or a video that a message names."""
 
     url: str
     where: str
@@ -43,7 +46,7 @@ class ImageSource(Record):
     @property
     def example(self) -> str:
         """The beginning of a data URL."""
-        return f"data:{self.kind}/{'png' if self.kind == 'image' else 'wav'};base64,..."
+        return f"data:{self.kind}/{_FORM[self.kind]};base64,..."
 
     @property
     def is_inline(self) -> bool:
@@ -117,7 +120,9 @@ def _decoded(source: ImageSource, limits: ImageLimits) -> bytes:
     media, *options = (part.strip().lower() for part in parts)
     expected = media == "" or media.startswith(f"{source.kind}/")
     if not comma or "base64" not in options or not expected:
-        raise _wrong(source, f"must be a data URL of an {source.kind} in base64: {source.example}")
+        raise _wrong(
+            source, f"must be a data URL of {SINGULAR[source.kind]} in base64: {source.example}"
+        )
     try:
         found = _of_base64(data)
     except ValueError:

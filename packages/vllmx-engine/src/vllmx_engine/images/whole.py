@@ -73,16 +73,24 @@ class GlmImages(QwenImages):
         return smart_size(height, width, factor, least, most)
 
 
-def smart_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def smart_size(
+    height: int,
+    width: int,
+    factor: int,
+    least: float,
+    most: float,
+    frames: tuple[int, int] = (1, 1),
+) -> tuple[int, int]:
     """(height, width), both multiples of `factor`, of `least` to `most` pixels where that can be,
-    in nearly the same shape."""
+    in nearly the same shape. `frames`: of a video, and as many rounded to whole patches."""
+    count, counted = frames
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
-    if tall * wide > most:
-        shrink = math.sqrt(height * width / most)
+    if tall * wide * counted > most:
+        shrink = math.sqrt(count * height * width / most)
         tall = max(factor, math.floor(height / shrink / factor) * factor)
         wide = max(factor, math.floor(width / shrink / factor) * factor)
-    elif tall * wide < least:
-        grow = math.sqrt(least / (height * width))
+    elif tall * wide * counted < least:
+        grow = math.sqrt(least / (count * height * width))
         tall = math.ceil(height * grow / factor) * factor
         wide = math.ceil(width * grow / factor) * factor
     return tall, wide

@@ -23,6 +23,8 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
 AUDIO_PARTS = ("audio", "input_audio", "audio_url")
 """Types of parts that are audio; templates read one of them."""
+VIDEO_PARTS = ("video_url", "input_video", "video")
+"""Types of parts that are videos."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts with a text; the others are what Responses calls them."""
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
@@ -326,10 +328,11 @@ def check_content(content: Any, index: int) -> None:
             raise InvalidRequestError(
                 f"messages[{index}] has a content part of type 'text' without its text", param=param
             )
-        if kind not in (*IMAGE_PARTS, *AUDIO_PARTS):
+        if kind not in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS):
             raise InvalidRequestError(
                 f"messages[{index}] has a content part of type {shown(kind)}; this server takes"
-                " text, image_url, input_audio and audio_url: send its text, or leave it out",
+                " text, image_url, video_url, input_audio and audio_url: send its text, or leave"
+                " it out",
                 param=param,
             )
 

@@ -12,8 +12,9 @@ from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestE
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
-Kind = Literal["image", "audio"]
-PLURAL = {"image": "images", "audio": "audio files"}
+Kind = Literal["image", "audio", "video"]
+SINGULAR = {"image": "an image", "audio": "an audio", "video": "a video"}
+PLURAL = {"image": "images", "audio": "audio files", "video": "videos"}
 Pixels = npt.NDArray[np.uint8]
 """Levels of grey: images are (height, width, 3) in RGB."""
 
@@ -79,7 +80,7 @@ class ImageRoom(Record):
         wanted = sum(sizes)
         if self.prompt_tokens is not None and wanted > self.prompt_tokens:
             raise ContextLengthError(
-                f"{where} is an {self.kind} of {sizes[-1]} tokens, with which the request's"
+                f"{where} is {SINGULAR[self.kind]} of {sizes[-1]} tokens, with which the request's"
                 f" {PLURAL[self.kind]} take {wanted}, but the context has room for"
                 f" {self.prompt_tokens}: send fewer or smaller ones, or raise --max-model-len",
                 param=where,

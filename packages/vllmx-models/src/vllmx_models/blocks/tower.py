@@ -64,6 +64,36 @@ def _prefixed(one: PartSpec, prefix: str, others: tuple[str, ...]) -> PartSpec:
     return replace(one, alternatives=tuple(other + name for other in others))
 
 
+def layer_weights(
+    ours: str, theirs: str, size: int, inner: int, mlp: tuple[str, str]
+) -> Iterator[WeightSpec]:
+    """The weights of `layer`. `mlp`: the names of its two matrices."""
+    yield from norm(f"{ours}.norm1", f"{theirs}.norm1", size)
+    yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
+    yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
+    yield from norm(f"{ours}.norm2", f"{theirs}.norm2", size)
+    yield linear(f"{ours}.up", f"{theirs}.mlp.{mlp[0]}", inner, size)
+    yield linear(f"{ours}.down", f"{theirs}.mlp.{mlp[1]}", size, inner)
+
+
+def layer(
+    ops: Ops,
+    x: Array,
+    w: Mapping[str, Weight],
+    step: StepInputs,
+    ours: str,
+    spec: SegmentSpec,
+    kind: str,
+    eps: float,
+) -> Array:
+    """Records a layer with layer norms, RoPE and an MLP."""
+    qkv = ops.linear(normed(ops, x, w, f"{ours}.norm1", eps), w[f"{ours}.qkv"])
+    seen = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
+    x = ops.add(x, ops.linear(seen, w[f"{ours}.o"]))
+    up = ops.linear(normed(ops, x, w, f"{ours}.norm2", eps), w[f"{ours}.up"])
+    return ops.add(x, ops.linear(activated(ops, up, kind), w[f"{ours}.down"]))
+
+
 _GATED = ("gate", "up")
 
 

@@ -41,7 +41,7 @@ _EXPERTS = EitherExperts(EachExpert(), StackedExperts(transposed=None))
 
 
 def qwen3_vl(config: Mapping[str, Any]) -> Decoder:
-    """Images are supported, videos are not."""
+    """Frames of videos are images."""
     return _seeing(config, "Qwen3VLForConditionalGeneration", qwen3)
 
 

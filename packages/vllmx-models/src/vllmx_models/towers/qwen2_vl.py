@@ -12,7 +12,8 @@ from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.blocks.layer import part
 from vllmx_models.blocks.tower import (
     PatchTower,
-    activated,
+    layer,
+    layer_weights,
     linear,
     merge_order,
     norm,
@@ -40,12 +41,8 @@ class Qwen2Tower(PatchTower):
         yield WeightSpec("visual.patch", "linear", (patch,), self.patch_width, shape=shape)
         for index in range(self.depth):
             ours, theirs = f"visual.{index}", f"visual.blocks.{index}"
-            yield from norm(f"{ours}.norm1", f"{theirs}.norm1", size)
-            yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
-            yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
-            yield from norm(f"{ours}.norm2", f"{theirs}.norm2", size)
-            yield linear(f"{ours}.up", f"{theirs}.mlp.fc1", self.mlp_size, size)
-            yield linear(f"{ours}.down", f"{theirs}.mlp.fc2", size, self.mlp_size)
+            mlp = ("fc1", "fc2")
+            yield from layer_weights(ours, theirs, size, self.mlp_size, mlp)
         yield from norm("visual.norm", "visual.merger.ln_q", size)
         yield linear("visual.merger.up", "visual.merger.mlp.0", joined, joined)
         yield linear("visual.merger.down", "visual.merger.mlp.2", self.out_size, joined)
@@ -56,11 +53,7 @@ class Qwen2Tower(PatchTower):
         x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
         for index in range(self.depth):
             ours = f"visual.{index}"
-            qkv = ops.linear(normed(ops, x, w, f"{ours}.norm1", _EPS), w[f"{ours}.qkv"])
-            seen = ops.segment_attention(qkv, self.attention, step, rope=w["visual.rope"])
-            x = ops.add(x, ops.linear(seen, w[f"{ours}.o"]))
-            up = ops.linear(normed(ops, x, w, f"{ours}.norm2", _EPS), w[f"{ours}.up"])
-            x = ops.add(x, ops.linear(activated(ops, up, self.activation), w[f"{ours}.down"]))
+            x = layer(ops, x, w, step, ours, self.attention, self.activation, _EPS)
         x = ops.merge(normed(ops, x, w, "visual.norm", _EPS), self.patches_per_token)
         up = ops.activation(ops.linear(x, w["visual.merger.up"]), "gelu")
         return (ops.linear(up, w["visual.merger.down"]),)

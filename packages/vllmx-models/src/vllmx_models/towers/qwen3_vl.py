@@ -12,7 +12,15 @@ from vllmx_core.plan import F32, I32
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part
-from vllmx_models.blocks.tower import PatchTower, linear, merge_order, norm, normed
+from vllmx_models.blocks.tower import (
+    PatchTower,
+    layer,
+    layer_weights,
+    linear,
+    merge_order,
+    norm,
+    normed,
+)
 
 _EPS = 1e-6
 
@@ -40,12 +48,8 @@ class QwenTower(PatchTower):
         yield WeightSpec("visual.positions", "embedding", (table,), size)
         for index in range(self.depth):
             ours, theirs = f"visual.{index}", f"{module}.blocks.{index}"
-            yield from norm(f"{ours}.norm1", f"{theirs}.norm1", size)
-            yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
-            yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
-            yield from norm(f"{ours}.norm2", f"{theirs}.norm2", size)
-            yield linear(f"{ours}.up", f"{theirs}.mlp.linear_fc1", self.mlp_size, size)
-            yield linear(f"{ours}.down", f"{theirs}.mlp.linear_fc2", size, self.mlp_size)
+            mlp = ("linear_fc1", "linear_fc2")
+            yield from layer_weights(ours, theirs, size, self.mlp_size, mlp)
         joined = size * self.patches_per_token
         mergers = [("visual.merger", f"{module}.merger", size)]
         for number in range(len(self.deepstack)):
@@ -64,11 +68,7 @@ class QwenTower(PatchTower):
         added = []
         for index in range(self.depth):
             ours = f"visual.{index}"
-            qkv = ops.linear(normed(ops, x, w, f"{ours}.norm1", _EPS), w[f"{ours}.qkv"])
-            seen = ops.segment_attention(qkv, self.attention, step, rope=w["visual.rope"])
-            x = ops.add(x, ops.linear(seen, w[f"{ours}.o"]))
-            up = ops.linear(normed(ops, x, w, f"{ours}.norm2", _EPS), w[f"{ours}.up"])
-            x = ops.add(x, ops.linear(ops.activation(up, self.activation), w[f"{ours}.down"]))
+            x = layer(ops, x, w, step, ours, self.attention, self.activation, _EPS)
             if index in self.deepstack:
                 ours = f"visual.deepstack.{self.deepstack.index(index)}"
                 joined = normed(ops, ops.merge(x, self.patches_per_token), w, f"{ours}.norm", _EPS)

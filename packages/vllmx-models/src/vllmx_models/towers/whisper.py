@@ -5,6 +5,7 @@ behind them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
@@ -34,6 +35,8 @@ class WhisperTower(Record):
     """Rows of the longest audio."""
     module: str
     """The encoder's module in the checkpoint."""
+    last_norm: ClassVar[str] = "layer_norm"
+    k_bias: ClassVar[bool] = False
 
     @property
     def colours_last(self) -> bool:
@@ -56,9 +59,9 @@ class WhisperTower(Record):
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """See `vllmx_core.model.Encoder`."""
-        return tuple(self._layer_weights())
+        return (*self._stem_weights(), *self._layer_weights())
 
-    def _layer_weights(self) -> Iterator[WeightSpec]:
+    def _stem_weights(self) -> Iterator[WeightSpec]:
         size, module = self.hidden_size, self.module
         for name, channels in (("conv1", self.mels), ("conv2", size)):
             conv = (part(f"{module}.{name}", size, bias=True),)
@@ -66,19 +69,25 @@ class WhisperTower(Record):
             yield WeightSpec(f"audio.{name}", "linear", conv, 3 * channels, shape=shape)
         table = (PartSpec(f"{module}.embed_positions.weight", self.positions),)
         yield WeightSpec("audio.positions", "embedding", table, size)
+
+    def _layer_weights(self) -> Iterator[WeightSpec]:
+        size, module = self.hidden_size, self.module
         for index in range(self.depth):
             ours, theirs = f"audio.{index}", f"{module}.layers.{index}"
             yield from norm(f"{ours}.norm1", f"{theirs}.self_attn_layer_norm", size)
-            heads = tuple(part(f"{theirs}.self_attn.{one}_proj", size, one != "k") for one in "qkv")
+            biases = {"q": True, "k": self.k_bias, "v": True}
+            heads = tuple(
+                part(f"{theirs}.self_attn.{one}_proj", size, bias) for one, bias in biases.items()
+            )
             yield WeightSpec(f"{ours}.qkv", "linear", heads, size)
             yield linear(f"{ours}.o", f"{theirs}.self_attn.out_proj", size, size)
             yield from norm(f"{ours}.norm2", f"{theirs}.final_layer_norm", size)
             yield linear(f"{ours}.up", f"{theirs}.fc1", self.mlp_size, size)
             yield linear(f"{ours}.down", f"{theirs}.fc2", size, self.mlp_size)
-        yield from norm("audio.norm", f"{module}.layer_norm", size)
+        yield from norm("audio.norm", f"{module}.{self.last_norm}", size)
 
-    def encoded(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        """(T, E) before the last norm."""
+    def _stem(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) before the layers."""
         frames = ops.patches(step, self.patch_width)
         even, odd = (
             ops.activation(
@@ -88,7 +97,11 @@ class WhisperTower(Record):
         )
         near = ops.unfold(even, self.hidden_size, -1, step, odd)
         x = ops.activation(ops.linear(near, w["audio.conv2"]), "gelu")
-        x = ops.add(x, ops.mix(step, w["audio.positions"]))
+        return ops.add(x, ops.mix(step, w["audio.positions"]))
+
+    def encoded(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) before the last norm."""
+        x = self._stem(ops, w, step)
         head = self.hidden_size // self.num_heads
         spec = SegmentSpec(self.num_heads, self.num_heads, head, head**-0.5)
         for index in range(self.depth):
@@ -141,7 +154,7 @@ class CrossTower(WhisperTower):
         )
 
 
-_PROJECTOR = "multi_modal_projector."
+_PREFIXES = ("model.", "thinker.")
 
 
 class ChatTower(WhisperTower):
@@ -152,6 +165,8 @@ class ChatTower(WhisperTower):
     """Rows that make a token."""
     projector: tuple[str, ...]
     """The matrices of the projector in the checkpoint."""
+    inner_size: int = 0
+    """Numbers between two matrices; 0: as many as behind them."""
     projector_bias: bool = False
     projector_activation: Activation = "gelu"
     """The activation between two matrices."""
@@ -164,15 +179,15 @@ class ChatTower(WhisperTower):
         return self.merge
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        """See `vllmx_core.model.Encoder`; transformers saves them inside `model`."""
+        """See `vllmx_core.model.Encoder`; transformers saves them inside `model`, and models that
+        also speak inside `thinker`."""
         found = (*super().weights(), *self._projector())
-        return tuple(prefixed(spec, "", ("model.",)) for spec in found)
+        return tuple(prefixed(spec, "", _PREFIXES) for spec in found)
 
     def _projector(self) -> Iterator[WeightSpec]:
         width = self.hidden_size * (self.merge if self.joins else 1)
-        for index, name in enumerate(self.projector):
-            theirs = f"{_PROJECTOR}{name}"
-            size = self.out_size
+        for index, theirs in enumerate(self.projector):
+            size = self.out_size if index else self.inner_size or self.out_size
             yield linear(f"audio.out.{index}", theirs, size, width, bias=self.projector_bias)
             width = size
 

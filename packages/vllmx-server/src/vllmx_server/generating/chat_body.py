@@ -65,12 +65,13 @@ class Prediction(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One piece of a message: types "text", "image_url", "input_audio" and "audio_url", and those
-    of providers' answers in an assistant's turn. Other keys are ignored."""
+    """One piece of a message: types "text", "image_url", "video_url", "input_audio" and
+    "audio_url", and those of providers' answers in an assistant's turn. Other keys are ignored."""
 
     type: str
     text: str | None = None
     image_url: ImageURL | str | None = None
+    video_url: ImageURL | str | None = None
     input_audio: InputAudio | None = None
     audio_url: ImageURL | str | None = None
     refusal: str | None = None
@@ -83,7 +84,7 @@ class ContentPart(msgspec.Struct):
             for name in ("type", "text", "refusal", "thinking")
             if (value := getattr(self, name)) is not None
         }
-        if self.type in ("image_url", "input_audio", "audio_url"):
+        if self.type in ("image_url", "video_url", "input_audio", "audio_url"):
             found = getattr(self, self.type)
             if found is None:
                 raise InvalidRequestError(

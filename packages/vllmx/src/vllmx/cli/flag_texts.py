@@ -133,9 +133,11 @@ HELP: Mapping[str, str] = {
     "enforce_eager": "Run op by op, for debugging.",
     "max_queue": "Requests that may wait; more get 429.",
     "max_logprobs": "Greatest logprobs of a request; -1: no limit.",
-    "limit_images": "Images or audio files in one request; 0 leaves out the tower for them.",
+    "limit_images": "Images, videos or audio files of a request; 0 leaves out the tower for them.",
     "max_audio_bytes": "Bytes of one file of audio as it is sent.",
     "max_audio_seconds": "Seconds of one audio.",
+    "max_video_bytes": "Bytes of one video as it is sent.",
+    "max_video_seconds": "Seconds of one video.",
     "max_image_bytes": "Bytes of one image as it is sent.",
     "max_image_pixels": "Pixels of one image, checked before it is decoded.",
     "encoder_cache_memory": "Bytes on the device for features of images and audio that may be"

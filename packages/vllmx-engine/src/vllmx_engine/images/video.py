@@ -1,0 +1,199 @@
+"""Videos as models see them: some of their frames, two of them in a patch, each pair of frames with
+its time in the prompt. A pair is an image to the core."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from vllmx_core.errors import InvalidRequestError, VllmxError
+from vllmx_core.records import Record
+
+from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.images.processor import Fit, image_input, patches_of, positive, resized
+from vllmx_engine.images.whole import QwenImages, check_ratio, smart_size
+from vllmx_engine.wire.images import Kind, Pixels, PreparedImage
+from vllmx_engine.wire.messages import ImageInput
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+T = TypeVar("T")
+Slices = Generator[None, None, T]
+"""Work that yields behind each slice, and returns its result."""
+_FORMATS = "mov,mp4,matroska,webm,avi"
+_OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_drefs": "0"}
+"""A file must not name others."""
+_MOST_FRAMES_S = 240
+"""Frames of a second in a video that is read."""
+_FPS = 24.0
+"""Frames of a second where the file does not tell."""
+
+
+class VideoFit(Record):
+    """The frames that are taken of a video, and the tokens that they take."""
+
+    data: bytes
+    numbers: list[int]
+    """The frames, ascending. The last one may be there twice."""
+    seconds: list[float]
+    """The time of each pair."""
+    pair: Fit
+
+    @property
+    def runs(self) -> list[int]:
+        """Tokens that follow each other in the prompt, pair by pair."""
+        return self.pair.runs * len(self.seconds)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its patches."""
+        return self.pair.num_bytes * len(self.seconds)
+
+
+class VideoProcessor(QwenImages):
+    """Qwen3-VL and Qwen3.5. See `ImageProcessor` for the members that it shares with images."""
+
+    kind: Kind = "video"
+    token = "<|video_pad|>"  # noqa: S105 - of a vocabulary
+    around = ("<|vision_start|>", "<|vision_end|>")
+    mark = token.join(around)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        size = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+        means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        super().__init__({"patch_size": 16, "size": size, **means, **config})
+        self._fps = float(config.get("fps") or 2)
+        self._fewest = positive(config, "min_frames", 4)
+        self._most = positive(config, "max_frames", 768)
+        if not self._fewest <= self._most or not 0 < self._fps <= _MOST_FRAMES_S:
+            raise ValueError("a number of frames")
+
+    def measure(self, data: bytes, limits: ImageLimits, where: str) -> Slices[VideoFit]:
+        """Reads headers and counts frames, without decoding any. Raises InvalidRequestError."""
+        limits.check_bytes(len(data), where)
+        with _opened(data, limits, where) as container:
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or _FPS)
+            most, total = int(limits.max_seconds * min(rate, _MOST_FRAMES_S)), 0
+            for packet in container.demux(stream):
+                total += packet.size > 0
+                if total > most:
+                    raise InvalidRequestError(
+                        f"{where} is a video of more than {limits.max_seconds:g} s: cut it, or"
+                        " raise --max-video-seconds",
+                        param=where,
+                    )
+            height, width = stream.height, stream.width
+        yield
+        if not total or not height or not width:
+            raise _unreadable(where)
+        count = min(max(int(total / rate * self._fps), self._fewest), self._most, total)
+        numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        numbers += numbers[-1:] * (-count % self.frames)
+        times = np.array(numbers).reshape(-1, self.frames)[:, [0, -1]].mean(axis=1) / rate
+        pair = self._fit_of(*self._sides(count, height, width, where))
+        return VideoFit(data, numbers, times.tolist(), pair)
+
+    def _sides(self, count: int, height: int, width: int, where: str) -> tuple[int, int]:
+        """(height, width) that so many frames are resized to."""
+        factor = self.patch * self.merge
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        check_ratio(height, width, where)
+        counted = max(1, round(count / self.frames)) * self.frames
+        return smart_size(height, width, factor, self.min_pixels, self.max_pixels, (count, counted))
+
+    def written(self, fit: Any) -> str:
+        """See `ImageProcessor`."""
+        pads = (self.token * fit.runs[0]).join(self.around)
+        return "".join(f"<{second:.1f} seconds>{pads}" for second in fit.seconds)
+
+    def inputs(self, fit: VideoFit, limits: ImageLimits, where: str) -> Slices[list[ImageInput]]:
+        """The pairs of frames, decoded now, each as if its first token were at 0. Raises
+        InvalidRequestError."""
+        found: list[ImageInput] = []
+        pair: list[Pixels] = []
+        for pixels in self._decoded(fit, limits, where):
+            if pixels is not None:
+                pair.append(resized(pixels, fit.pair.height, fit.pair.width, self._resample))
+            if len(pair) == self.frames:
+                found.append(image_input(0, self._paired(pair, fit.pair)))
+                pair = []
+            yield
+        if len(found) < len(fit.seconds):
+            raise _unreadable(where)
+        return found
+
+    def _paired(self, frames: list[Pixels], fit: Fit) -> PreparedImage:
+        """Patches of several frames: those of each one lie side by side within a colour."""
+        size = self.patch**2
+        each = [
+            patches_of(one, self.patch, self.merge, 1).reshape(-1, 3, 1, size) for one in frames
+        ]
+        patches = np.concatenate(each, axis=2).reshape(len(each[0]), -1)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
+
+    def _decoded(self, fit: VideoFit, limits: ImageLimits, where: str) -> Iterator[Pixels | None]:
+        """The wanted frames in order, None for each other one."""
+        wanted = iter(fit.numbers)
+        number = next(wanted)
+        with _opened(fit.data, limits, where) as container:
+            for index, frame in enumerate(container.decode(video=0)):
+                if index < number:
+                    yield None
+                    continue
+                if frame.width * frame.height > limits.max_pixels:
+                    raise _too_large(limits, where)
+                pixels = frame.to_ndarray(format="rgb24")
+                while number == index:
+                    yield pixels
+                    found = next(wanted, None)
+                    if found is None:
+                        return
+                    number = found
+
+
+@contextmanager
+def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[InputContainer]:
+    """The file with its headers read. Errors inside the block become InvalidRequestError."""
+    try:
+        import av  # an extra
+    except ImportError:
+        raise InvalidRequestError(
+            f"{where} is a video, which needs av: pip install 'vllmx[video]'", param=where
+        ) from None
+    try:
+        with closing(av.open(io.BytesIO(data), options=_OPTIONS)) as container:
+            context = container.streams.video[0].codec_context
+            context.options = {"max_pixels": str(limits.max_pixels)}
+            context.thread_count = 1
+            if context.width * context.height > limits.max_pixels:
+                raise _too_large(limits, where)
+            yield container
+    except VllmxError:
+        raise
+    except Exception:  # decoders raise anything on damaged files
+        raise _unreadable(where) from None
+
+
+def _unreadable(where: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{where} is no video that can be read here: send MP4, WebM, MKV or AVI", param=where
+    )
+
+
+def _too_large(limits: ImageLimits, where: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{where} is a video with frames of more than {limits.max_pixels} pixels: send a smaller"
+        " one, or raise --max-image-pixels",
+        param=where,
+    )

@@ -1,0 +1,225 @@
+"""Videos in chats: their frames, times and tokens, answers against transformers', and over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.audio.slices import finished
+from vllmx_engine.images.kinds import find_video_processor
+from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.images.video import VideoProcessor
+from vllmx_engine.llm import LLM
+from vllmx_engine.wire.images import normalised
+
+from tests.waiting import PATIENCE_S
+
+from ...null.images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name
+from ..image_models import END, FAMILIES, PAD, PROCESSOR, START, VIDEO, save  # noqa: TID252
+from .conftest import running_server
+
+av = pytest.importorskip("av")
+CONFIG = {
+    **{key: PROCESSOR[key] for key in ("patch_size", "merge_size", "temporal_patch_size")},
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+NEVER = dict.fromkeys((PAD, VIDEO, 94, 95), -100.0)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias=NEVER)
+WORD = {"type": "text", "text": "w5 w6 "}
+
+
+def video(count: int, seed: int, height: int = 16, width: int = 24) -> tuple[bytes, np.ndarray]:
+    """A file without loss at 4 frames a second, and its frames."""
+    frames = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), np.uint8)
+    data = io.BytesIO()
+    with av.open(data, "w", format="matroska") as container:
+        stream = container.add_stream("ffv1", rate=4)
+        stream.width, stream.height, stream.pix_fmt = width, height, "bgr0"
+        for frame in [*frames, None]:
+            given = None if frame is None else av.VideoFrame.from_ndarray(frame, "rgb24")
+            for packet in stream.encode(given):
+                container.mux(packet)
+    return data.getvalue(), frames
+
+
+def part(data: bytes) -> dict[str, Any]:
+    url = f"data:video/x-matroska;base64,{base64.b64encode(data).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def patched(frames: np.ndarray) -> np.ndarray:
+    """Patches of pairs of frames, in the order of transformers' processor."""
+    pixels = (frames.astype(np.float32) / 255 - 0.5) / 0.5
+    tall, wide = frames.shape[1] // 8, frames.shape[2] // 8
+    cut = pixels.transpose(0, 3, 1, 2).reshape(-1, 2, 3, tall, 2, 4, wide, 2, 4)
+    return cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * 2 * 4 * 4)
+
+
+def folder_of(family: str, folder: Path, model: Any) -> Path:
+    save(model, folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def ids_of(pairs: int, tokens: int) -> list[int]:
+    """Two words for the time of each pair, and its tokens."""
+    return [0, 0, START, *[VIDEO] * tokens, END] * pairs
+
+
+@torch.inference_mode()
+def logits(model: Any, ids: list[int], given: dict[str, Any]) -> np.ndarray:
+    tokens = torch.tensor([ids])
+    types = (tokens == PAD).int() + 2 * (tokens == VIDEO).int()
+    model.model.rope_deltas = None
+    found = model(input_ids=tokens, mm_token_type_ids=types, **given)
+    return np.asarray(found.logits[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_answers_are_transformers(family: str, tmp_path: Path) -> None:
+    """A video, and another behind an image, in chunks that cut them; then from the prefix cache."""
+    oracle = FAMILIES[family].make()
+    folder = folder_of(family, tmp_path, oracle)
+    (first, frames), (second, more) = video(13, 1), video(5, 2)
+    image = stored(picture(16, 8, seed=3))
+    pixels = np.asarray(picture(16, 8, seed=3))
+    taken = [patched(frames[[0, 2, 5, 7, 10, 12]]), patched(more[[0, 1, 3, 4]])]
+    grids = [[3, 4, 6], [2, 4, 6]]
+    still = {
+        "pixel_values": torch.from_numpy(patched(np.stack([pixels, pixels]))),
+        "image_grid_thw": torch.tensor([[1, 4, 2]]),
+    }
+    picture_part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    talks: list[Any] = [
+        ([WORD, part(first)], [5, 6, *ids_of(3, 6), 11], [0], {}),
+        (
+            [part(second), picture_part, WORD, part(first)],
+            [*ids_of(2, 6), START, PAD, PAD, END, 5, 6, *ids_of(3, 6), 11],
+            [1, 0],
+            still,
+        ),
+    ]
+    messages = [[{"role": "user", "content": content}] for content, *_ in talks]
+    with LLM(
+        str(folder), backend="numpy", dtype="float32", block_size=16, max_num_batched_tokens=20
+    ) as llm:
+        for _ in range(2):
+            outputs = llm.chat(messages, GREEDY, use_tqdm=False)
+            for (_, ids, numbers, also), output in zip(talks, outputs, strict=True):
+                assert output.prompt_token_ids == ids
+                answer = list(output.outputs[0].token_ids)
+                given = {
+                    "pixel_values_videos": torch.from_numpy(
+                        np.concatenate([taken[one] for one in numbers])
+                    ),
+                    "video_grid_thw": torch.tensor([grids[one] for one in numbers]),
+                    **also,
+                }
+                found = logits(oracle, [*ids, *answer[:-1]], given)[len(ids) - 1 :]
+                found[:, list(NEVER)] = -np.inf
+                short = found.max(axis=1) - found[np.arange(len(answer)), answer]
+                assert short.max() < 2e-4 * np.ptp(found[np.isfinite(found)]), short
+
+
+def test_frames_and_times() -> None:
+    processor, limits = VideoProcessor(CONFIG), ImageLimits(kind="video")
+    data, frames = video(13, 4)
+    fit = finished(processor.measure(data, limits, "video"))
+    assert processor.written(fit) == "".join(
+        f"<{second} seconds><|vision_start|>{'<|video_pad|>' * 6}<|vision_end|>"
+        for second in ("0.2", "1.5", "2.8")
+    )
+    pairs = finished(processor.inputs(fit, limits, "video"))
+    rows = np.concatenate([np.frombuffer(one.patches, np.uint8).reshape(24, -1) for one in pairs])
+    levels = np.frombuffer(pairs[0].levels, np.float32).reshape(3, 256)
+    np.testing.assert_array_equal(normalised(rows, levels), patched(frames[[0, 2, 5, 7, 10, 12]]))
+    one = finished(processor.measure(video(1, 5)[0], limits, "video"))
+    assert (one.numbers, one.runs) == ([0, 0], [6])
+
+
+def test_sizes_are_transformers() -> None:
+    module = pytest.importorskip("transformers.models.qwen3_vl.video_processing_qwen3_vl")
+    processor = VideoProcessor({**CONFIG, "size": {"shortest_edge": 3000, "longest_edge": 9000}})
+    for count in (2, 3, 5, 6, 9, 40):
+        for height, width in ((5, 9), (16, 24), (31, 90), (200, 33), (640, 480)):
+            expected = module.smart_resize(count, height, width, 2, 8, 3000, 9000)
+            assert processor._sides(count, height, width, "video") == expected
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("qwen3_vl", tmp_path, FAMILIES["qwen3_vl"].make())
+    data, _ = video(13, 1)
+    with LLM(
+        str(folder), backend="numpy", dtype="float32", max_video_seconds=3, max_video_bytes=30_000,
+        max_image_pixels=1000, max_model_len=100,
+    ) as llm:  # fmt: skip
+
+        def error(*content: Any) -> str:
+            with pytest.raises(InvalidRequestError) as caught:
+                llm.chat([{"role": "user", "content": list(content)}], GREEDY, use_tqdm=False)
+            return caught.value.message
+
+        assert "a video of more than 3 s: cut it, or raise --max-video-seconds" in error(part(data))
+        assert "is a video of more than 30000 bytes" in error(part(bytes(31_000)))
+        large, _ = video(2, 1, 32, 40)
+        assert "frames of more than 1000 pixels" in error(part(large))
+        for broken in (b"", b"RIFF" * 9, data[:900]):
+            assert "is no video that can be read here: send MP4" in error(part(broken))
+        assert "without a URL" in error({"type": "video_url"})
+        assert "--allowed-media-domains" in error({"type": "video", "video": "https://a.org/b.mp4"})
+        short, _ = video(9, 1)
+        message = "a video of 12 tokens, with which the request's videos take 108"
+        assert message in error(*[part(short)] * 9)
+        monkeypatch.setitem(sys.modules, "av", None)
+        assert "pip install 'vllmx[video]'" in error(part(short))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({**CONFIG, "fps": -1}))
+    with pytest.raises(ConfigError):
+        find_video_processor(folder)
+    (folder / "video_preprocessor_config.json").unlink()
+    with LLM(str(folder), backend="numpy", dtype="float32") as llm:
+        assert "reads text and images here" in error(part(data))
+
+
+def test_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer is that in Python, and the example of docs/images.md runs as it stands."""
+    folder = folder_of("qwen3_vl", tmp_path, FAMILIES["qwen3_vl"].make())
+    data, _ = video(13, 1)
+    messages: Any = [{"role": "user", "content": [WORD, part(data)]}]
+    with LLM(str(folder), backend="numpy", dtype="float32") as llm:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        expected = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+    with running_server(
+        "--model", str(folder), "--served-model-name", "seeing", "--backend", "numpy",
+        "--dtype", "float32",
+    ) as running:  # fmt: skip
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=PATIENCE_S)
+        found = client.chat.completions.create(
+            model="seeing", messages=messages, temperature=0, max_tokens=8
+        )
+        assert found.choices[0].message.content == expected
+        (card,) = running.get("/v1/models").json()["data"]
+        assert card["input_modalities"] == ["text", "image"]
+        (tmp_path / "cat.mp4").write_bytes(data)
+        monkeypatch.chdir(tmp_path)
+        page = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
+        (example,) = re.findall(r"```python\n([^`]*video_url.*?)```", page, re.DOTALL)
+        example = example.replace("Qwen/Qwen3.5-4B", "seeing")
+        example = example.replace("http://localhost:8000", running.url)
+        exec(compile(example, "an example of docs", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out.strip()
