@@ -19,7 +19,7 @@ from vllmx_cuda.compiler.cubins import write_whole
 
 OVERLAPPED = ("paged_prefill_wgmma",)
 """Entries whose softmax runs while products of a warpgroup are under way."""
-RINGS = ("linear_mma", "gated_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
+RINGS = ("linear_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
 """Entries that multiply while copies of later columns are under way."""
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(

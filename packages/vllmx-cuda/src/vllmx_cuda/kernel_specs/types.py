@@ -191,6 +191,18 @@ def kernel(
     )
 
 
+FUSED = (
+    " in elem* residual?, out f32* squares?, in f32* norm?, in f32* norm_squares?,"
+    " i32 num_squares, f32 eps)"
+)
+"""The last arguments of products of few tokens: a residual that y is added to, and a norm of x."""
+FUSIONS = {"VX_NORM": (0, 1), "VX_GATED": (0, 1, 2, 3, 4)}
+"""Options of these products: a norm of x; 1 + VX_ACT of a gate, whose rows are the first half."""
+PLAIN = dict.fromkeys(FUSIONS, 0)
+FUSED_TOKENS = 16
+"""Tokens for which products take a norm or a residual of their neighbours, at most."""
+
+
 def vector_width(*sizes: int) -> int:
     """VX_VEC: the most elements (8, 4, 2, 1) that divide every size: rows stay aligned."""
     return next(width for width in (8, 4, 2, 1) if all(size % width == 0 for size in sizes))
@@ -216,6 +228,15 @@ def by_outputs(sizes: Sizes, rows: int, tokens: int, threads: int = 128) -> Laun
     at_least("tokens", sizes["tokens"], 1)
     grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), 1)
     return Launch(grid, threads)
+
+
+def block_rows(sizes: Sizes, options: Options) -> int:
+    """Tiles of outputs of a block that has VX_ROWS tiles of rows: one with a gate, which half of
+    the rows are."""
+    if not options["VX_GATED"]:
+        return options["VX_ROWS"]
+    assert (options["VX_ROWS"], sizes["splits"]) == (2, 1), (sizes, options)
+    return 1
 
 
 def along_rows(sizes: Sizes, unit: int, values: int) -> Launch:

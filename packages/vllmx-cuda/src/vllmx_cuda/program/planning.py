@@ -32,7 +32,7 @@ from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.program.expert_ops import expert_stacks
-from vllmx_cuda.program.gated_ops import join_gates
+from vllmx_cuda.program.fused_ops import join_products
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
@@ -88,6 +88,7 @@ def load_sizes(
     device: Device,
     *,
     wgmma: bool = False,
+    fused: bool = True,
 ) -> LoadSizes:
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
@@ -100,7 +101,9 @@ def load_sizes(
         adapts=options.adapters is not None,
     )
     steps, specs, constants = recording.steps, recording.specs, recording.constants
-    steps = join_gates(join_norms(steps))
+    steps = join_norms(steps)
+    if fused:
+        steps = join_products(steps)
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = step_limits(options, model.shape.limited_row, multiple=ROW_MULTIPLE)
     tokens = max_rows["T"]
