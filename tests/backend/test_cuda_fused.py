@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.program.attention_ops import UNFUSED_SWITCH
+from vllmx_cuda.device.driver import UNFUSED_SWITCH
 from vllmx_models.families.llama import llama
 from vllmx_models.families.mistral import mistral
 from vllmx_models.families.qwen import qwen3
@@ -22,7 +22,6 @@ from .cuda_models import (
     Quantised,
     _can_emulate,
     emulated,
-    fp8_blocks,
     fp8_rows,
     options,
     without_embedding,
@@ -35,9 +34,8 @@ LAYERS = 2
 SOURCES = {
     "dense": lambda: Quantised(lambda name, values: None),
     "fp8": lambda: Quantised(without_embedding(fp8_rows)),
-    "fp8 blocks": lambda: Quantised(fp8_blocks),
-    "Q8_0": lambda: Quantised(gguf_as({}, "Q8_0")),
-    "Q4_K": lambda: Quantised(gguf_as({"embed": "Q6_K"}, "Q4_K")),
+    "Q8_0": lambda: Quantised(without_embedding(gguf_as({}, "Q8_0"))),
+    "Q4_K": lambda: Quantised(without_embedding(gguf_as({}, "Q4_K"))),
     **{name: lambda name=name: quantised(*FORMS[name]) for name in ("gptq", "gptq 8 bit", "awq")},
 }
 OTHERS = {

@@ -287,6 +287,8 @@ def faults(arch: str, unit: Unit, compiler: Nvrtc, budget: Budget | None) -> lis
             wrong.append(f"{name}: products of a warpgroup do not run beside each other")
         if usage["idle"]:
             wrong.append(f"{name}: the softmax waits for products that it should run beside")
+        if usage["hasty"] and number(arch) >= 90:
+            wrong.append(f"{name}: reads or writes before it waits for the launch before")
         if usage["drained"]:
             wrong.append(f"{name}: a product waits for all copies, also those of later columns")
         if most := _beyond_shared(arch, entry, unit, usage["shared"]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import AttentionSpec
+from vllmx_cuda.device.driver import is_on
 from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM
-from vllmx_cuda.program.attention_ops import WGMMA_SWITCH, is_on, prefill_kernel
+from vllmx_cuda.program.attention_ops import WGMMA_SWITCH, prefill_kernel
 
 
 def spec(size: int = 128, heads: int = 8, kv_heads: int = 2) -> AttentionSpec:

@@ -20,6 +20,7 @@ from vllmx_core.weights.part import WeightSource
 
 from vllmx_cuda.device.arch import capability
 from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.driver import UNFUSED_SWITCH, is_on
 from vllmx_cuda.device.memory import ITEM_BYTES, automatic
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.loaded import CudaLoadedModel
@@ -27,7 +28,7 @@ from vllmx_cuda.loading.tuning import Tunable, tune
 from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
 from vllmx_cuda.matrices.matrix import Matrix
-from vllmx_cuda.program.attention_ops import UNFUSED_SWITCH, WGMMA_SWITCH, is_on
+from vllmx_cuda.program.attention_ops import WGMMA_SWITCH
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, lower
 from vllmx_cuda.program.lowering import Lowering

@@ -201,6 +201,7 @@ PAGED_DECODE_MMA = kernel(
         "VX_STORE": (0, 1),
     },
     tensor_cores=True,
+    early=(),
 )
 
 

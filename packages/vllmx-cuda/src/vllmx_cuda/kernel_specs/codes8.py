@@ -98,6 +98,7 @@ CODES8_MMA = kernel(
         **FUSIONS,
     },
     tensor_cores=True,
+    early=("w",),
 )
 
 KERNELS = (

@@ -95,6 +95,7 @@ LINEAR_MMA = kernel(
         **FUSIONS,
     },
     tensor_cores=True,
+    early=("w",),
 )
 KERNELS = (
     LINEAR_GEMV,

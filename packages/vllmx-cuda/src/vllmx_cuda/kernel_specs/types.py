@@ -79,6 +79,9 @@ class Kernel:
     """The only compute capabilities that have its instructions; empty: any."""
     meets: bool = False
     """True if its blocks wait for those of other ranks through shared memory."""
+    early: tuple[str, ...] | None = None
+    """Set if it may begin before the launch before it has ended: the arguments, weights, that it
+    reads until vx_wait_for_predecessor."""
 
     def ordered(self, **named: Any) -> list[Any]:
         """The arguments of a launch by their names: what may be null may be left out.
@@ -174,6 +177,7 @@ def kernel(
     tensor_cores: bool = False,
     architectures: tuple[int, ...] = (),
     meets: bool = False,
+    early: tuple[str, ...] | None = None,
 ) -> Kernel:
     """A `Kernel` from its signature, `entry(in elem* x, ...)`, and the names of its sizes in one
     string. For the arguments see `arguments`."""
@@ -188,6 +192,7 @@ def kernel(
         tensor_cores,
         architectures,
         meets,
+        early,
     )
 
 

@@ -161,6 +161,7 @@ W4_LINEAR = kernel(
         **FUSIONS,
     },
     tensor_cores=True,
+    early=("data",),
 )
 
 

@@ -5,8 +5,8 @@
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows),
 //         scales_pitch) of f32, column c in group c >> group_shift, which are of 64 columns at least; bias (N) of
-//         f32 or null; y of elem, or of f32 with VX_OUT 1, (M, N) with rows `pitch` apart. residual, squares, norm: as of linear_mma. Scales meet the
-//         sums of 64 products, in f32. Of experts: w (X, N, K), scales (X * N / block_rows, ..), which block_rows
+//         f32 or null; y of elem, or of f32 with VX_OUT 1, (M, N) with rows `pitch` apart. residual, squares, norm:
+//         as of linear_mma. Scales meet the sums of 64 products, in f32. Of experts: w (X, N, K), scales (X * N / block_rows, ..), which block_rows
 //         divides, bias (X, N), y (positions, N). A code that is NaN must have NaN as its scale: it would count as 480.
 // Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
 //         pieces of whole tiles of 64 columns, one a warp. The order of columns inside a product is free: lane
@@ -14,6 +14,9 @@
 //         that no other lane looks at; word s of them is k-step s. So what lies in memory row by row needs
 //         no other order. partial, arrivals: see store_fragments.
 // Floor:  bytes of w, once for each tile of tokens.
+//         The loop (sm_90a, bf16, VX_NORM 0) takes 135 instructions for 1,024 bytes with up to 8 tokens, 34 cycles of
+//         four schedulers, where memory brings these to a processor in 71 (H100) or 49 (H200); 321 for 2,048 bytes
+//         with 32 tokens, 414 with 64, beside 64 HMMA.
 #include "code_scale.h"
 #include "code_values.h"
 #include "expert_tiles.h"
@@ -92,7 +95,8 @@ template <class BeginOf>
 VX_DEV void multiply_rows(const elem* x, BeginOf begin_of, const u8* __restrict__ w,
                           const float* __restrict__ scales, const float* __restrict__ bias, out_elem* y,
                           float* partial, u32* arrivals, int* arrived, const Added& added, const Norm& norm,
-                          float (&token_scales)[8 * VX_TILES], u8* shared, int token0, int m, int n, int k, int pitch, int block_rows, int group_shift) {
+                          float (&token_scales)[8 * VX_TILES], u8* shared, int token0, int m, int n,
+                          int k, int pitch, int block_rows, int group_shift) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row0 = blockIdx.x * (VX_GATED ? 16 : ROWS);
   int tiles = (k + COLS - 1) / COLS, piece = blockIdx.z * WARPS + warp, pieces = gridDim.z * WARPS;
@@ -118,6 +122,7 @@ VX_DEV void multiply_rows(const elem* x, BeginOf begin_of, const u8* __restrict_
     vx_cp_commit();
   }
   u8 *stage = ring, *empty = ring_end - STAGE_BYTES;
+  vx_wait_for_predecessor();
 #if VX_NORM
   norm_scales(token_scales, norm, token0, m, k);
 #endif

@@ -11,8 +11,8 @@
 //         so that a block may have only 8 of them: with few outputs there is still one for each processor. The
 //         order of K inside a product is free as long as both sides agree: a lane takes 8 neighbours with one
 //         16-byte copy, and feeds two products, which have sums of their own to wait half as long for each other.
-// Floor:  bytes of w, once for each tile of tokens. Each warp copies a ring of 8 units (VX_ROWS 2: 4) by cp.async, 28 KB
-//         a block under way at all times (24 KB).
+// Floor:  bytes of w, once for each tile of tokens. Each warp copies a ring of 8 units (VX_ROWS 2: 4) by cp.async,
+//         28 KB a block under way at all times (24 KB).
 #include "mma_rows.h"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
@@ -23,7 +23,7 @@ linear_mma(const elem* x, const elem* __restrict__ w, const float* __restrict__ 
   __shared__ float part[WARPS * TOKENS * (ROWS + PADDING)];
   __shared__ float scales[TOKENS];
   __shared__ int arrived;
-  multiply_tile(x, OwnRow{k}, w, bias, y, partial, arrivals, {residual, squares}, {norm, norm_squares, num_squares, eps},
-                ring, part, scales, &arrived, blockIdx.y * TOKENS, m, n, k, pitch);
+  multiply_tile(x, OwnRow{k}, w, bias, y, partial, arrivals, {residual, squares},
+                {norm, norm_squares, num_squares, eps}, ring, part, scales, &arrived, blockIdx.y * TOKENS, m, n, k, pitch);
 }
 VX_EXPORT(linear_mma)

@@ -57,6 +57,7 @@ VX_DEV void sum_tile(const elem* (&rows)[VX_ROWS], const elem* (&tokens)[VX_TILE
     if (unit + s < end) copy(s, s * COLS);
     vx_cp_commit();
   }
+  vx_wait_for_predecessor();
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++)
     if (unit < end) next[t] = *reinterpret_cast<const uint4*>(tokens[t]);

@@ -83,9 +83,10 @@ VX_DEV void store_output(out_elem* y, float sum, const float* bias, const Added&
   if (inside) {
     size_t at = (size_t)token * pitch + row;
     if (bias) sum += bias[row];
-    if (added.residual) sum = to_float(from_float<elem>(sum)) + to_float(added.residual[at]);  // rounded twice, as by two launches
-    y[at] = from_float<out_elem>(sum);
-    square = to_float(from_float<out_elem>(sum)) * to_float(from_float<out_elem>(sum));
+    // rounded twice, as by two launches
+    if (added.residual) sum = to_float(from_float<elem>(sum)) + to_float(added.residual[at]);
+    out_elem stored = from_float<out_elem>(sum);
+    y[at] = stored, square = to_float(stored) * to_float(stored);
   }
   if (!added.squares) return;
 #pragma unroll

@@ -6,11 +6,9 @@ token is a page of one, and the block table of a row is the numbers of its token
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.segment_attention import SegmentAttention
 
@@ -48,9 +46,6 @@ HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
 """Heads that attention was written for."""
 
 
-UNFUSED_SWITCH = "VLLMX_CUDA_UNFUSED"
-"""1: every op is launched on its own, for comparison. 0 or unset: products and attention of few
-tokens take in their neighbours."""
 WGMMA_SWITCH = "VLLMX_CUDA_WGMMA"
 """1: prompts run through paged_prefill_wgmma where it supports them. 0 or unset: never, because no
 GPU has run it yet, and a product that waits for ever would block the whole device."""
@@ -67,14 +62,6 @@ class PrefillKernel:
     """Query tokens of a tile, at most."""
     spans: bool = True
     """True if it accepts the last position that each token sees."""
-
-
-def is_on(switch: str) -> bool:
-    """Reads a switch. Raises ConfigError for values other than 0 and 1."""
-    value = os.environ.get(switch, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{switch}={value}: set it to 1 or 0, or leave it out", param=switch)
-    return value == "1"
 
 
 def prefill_kernel(
