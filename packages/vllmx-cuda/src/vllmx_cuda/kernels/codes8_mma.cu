@@ -16,7 +16,7 @@
 // Floor:  bytes of w, once for each tile of tokens.
 //         The loop (sm_90a, bf16, VX_NORM 0) takes 135 instructions for 1,024 bytes with up to 8 tokens, 34 cycles of
 //         four schedulers, where memory brings these to a processor in 71 (H100) or 49 (H200); 321 for 2,048 bytes
-//         with 32 tokens, 414 with 64, beside 64 HMMA.
+//         with 32 tokens, 414 and 64 HMMA with 64.
 #include "code_scale.h"
 #include "code_values.h"
 #include "expert_tiles.h"

@@ -15,7 +15,7 @@
 // Floor:  bytes of codes and records, once for each tile of tokens.
 //         The loop (sm_90a, VX_NORM 0) takes 113 instructions for 512 bytes with up to 8 tokens and one row of tiles,
 //         102 with 16 tokens and two: 26 to 28 cycles of four schedulers, where memory brings 512 bytes to a processor
-//         in 35 (H100) or 25 (H200). With 64 tokens 332 stand beside 64 HMMA: the tensor cores limit.
+//         in 35 (H100) or 25 (H200). With 64 tokens it takes 332 and 64 HMMA: the tensor cores limit.
 #include "expert_tiles.h"
 #include "input_norm.h"
 #include "outputs.h"

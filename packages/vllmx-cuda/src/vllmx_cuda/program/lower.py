@@ -259,8 +259,9 @@ def _gated_product(op: GatedProduct, to: Lowering) -> Enqueue:
 
 @OPS.add(NormedProduct)
 def _normed_product(op: NormedProduct, to: Lowering) -> Enqueue:
+    parts = [OPS(op.first, to), OPS(op.norm, to), _product(op.second, to)]
     act = _act_of(op.second, to) if isinstance(op.second, GatedProduct) else None
-    return normed_product(op, to, [OPS(part, to) for part in op.parts], act)
+    return normed_product(op, to, parts if act is None else [*parts, act], act)
 
 
 def _act_of(op: GatedProduct, to: Lowering) -> Enqueue:

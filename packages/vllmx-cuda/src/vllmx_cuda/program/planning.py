@@ -48,7 +48,7 @@ logger = logging.getLogger("vllmx.cuda")
 
 ROW_MULTIPLE = 4
 """Some products want whole fours of rows; the rest is padding."""
-LOGIT_COUNTS = 3
+LOGIT_COUNTS = 2
 """Numbers of logit rows that a step with prompts or drafts is captured for."""
 GRAPH_BYTES = 2 << 20
 """Kept free for each captured graph."""
@@ -118,7 +118,7 @@ def load_sizes(
     _check_weights(weights.num_bytes, free, dtype, device)
     ties = ties_of(steps.ops, dtype)
     buckets = bucket_sizes(options.num_seqs) if steps.samples or ties.sends else ()
-    mixed = mixed_sizes(tokens) if steps.samples and not ties.receives else ()
+    several = mixed_sizes(tokens) if steps.samples and not ties.receives else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
@@ -129,7 +129,7 @@ def load_sizes(
     staging_bytes = Layout.of(largest, work).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = (
-        0 if options.enforce_eager else GRAPH_BYTES * (len(buckets) + LOGIT_COUNTS * len(mixed))
+        0 if options.enforce_eager else GRAPH_BYTES * (len(buckets) + LOGIT_COUNTS * len(several))
     )
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
@@ -150,7 +150,7 @@ def load_sizes(
         max_rows,
         max_blocks,
         buckets,
-        mixed,
+        several,
         work,
         layout,
         staging_bytes,

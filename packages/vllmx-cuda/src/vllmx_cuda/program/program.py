@@ -183,14 +183,14 @@ class Program:
 
     def _bucket_of(self, plan: StepPlan) -> PlacedStep | None:
         """The bucket of a step of decode rows, or of one with prompts or drafts. The latter comes
-        without logit rows, with a few, and with as many as tokens."""
+        with a few logit rows, and with as many as tokens."""
         tokens, logits = plan.num_tokens, plan.num_logit_rows
         mixed = tokens > plan.num_rows
         size = bucket_of(tokens, self.recorded.mixed_buckets if mixed else self.recorded.buckets)
         if size is None or not mixed:
             return None if size is None else self._bucket(size)
         most = min(size, self.recorded.max_rows["L"])
-        return self._bucket(size, next(n for n in (0, min(FEW_LOGITS, most), most) if n >= logits))
+        return self._bucket(size, min(FEW_LOGITS, most) if logits <= FEW_LOGITS else most)
 
     def _bucket(self, size: int, logits: int | None = None) -> PlacedStep:
         """
