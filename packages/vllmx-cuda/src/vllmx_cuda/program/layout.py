@@ -85,7 +85,7 @@ class StepLayout:
 
     def scratch(self, device: Device) -> Scratch:
         *others, arrivals = self._scratch
-        return Scratch(*map(device.empty, others), arrivals=device.zeros(arrivals))
+        return Scratch(*[*map(device.empty, others), device.zeros(arrivals)])
 
     def product_scratch(self, device: Device) -> ProductScratch:
         need = self.products
