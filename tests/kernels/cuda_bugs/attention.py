@@ -57,8 +57,6 @@ BUGS = (
         "  if (items[4 * blockIdx.x] >= 0) vx_wait_for_predecessor();\n", MMA),
     Bug("paged_decode_mma.cu", "the last item of a token is not joined", "n < count; n++",
         "n < count - 1; n++", MMA),
-    Bug("paged_decode_mma.cu", "heads of other blocks count the same arrivals",
-        "gridDim.y + blockIdx.y, count", "gridDim.y, count", MMA),
     Bug("paged_decode_mma.cu", "items are joined by the first token's",
         "weights + 2 * ((size_t)first",
         "weights + 2 * ((size_t)0", MMA),
