@@ -6,19 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from vllmx_core.ops.op import OpList
 from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
-from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
-from vllmx_cuda.program import planning
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulated_products import array
 from vllmx_testing.cuda.emulator import Emulator
 
-from .cuda_models import CountingDevice, Quantised, _can_emulate, generate, log_probabilities
+from .cuda_models import _can_emulate
 
 __all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator(check=True)
@@ -91,33 +88,3 @@ def test_few_tokens(arch: str, cols: int, blocks: tuple[int, ...]) -> None:
             assert grid == blocks
     assert not array(scratch.counters, np.uint32).any()
     assert device.calls["multiply"] == (arch != "sm_75") * (1 if cols % 32 == 0 else 3)
-
-
-@pytest.mark.parametrize("tokens", [1, 9, 17])
-def test_a_gate_in_its_product_changes_no_bit(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two layers; more than 16 tokens are cuBLASLt's."""
-    source = Quantised(lambda name, values: None)
-    prompt = list(range(3, 3 + tokens))
-    found = []
-    for launches in ({"gated_mma": 2, "gated_act": 0}, {"gated_mma": 0, "gated_act": 2}):
-        device = CountingDevice(emulator=EMULATOR)
-        backend = CudaBackend(lambda device=device: device, tune_s=0)
-        found.append(log_probabilities(backend, source, "bf16", prompt)[0])
-        if tokens > 16:
-            launches = {"gated_mma": 0, "gated_act": 2}
-        assert {entry: device.entries[entry] for entry in launches} == launches
-        monkeypatch.setattr(planning, "join_gates", _as_it_is)
-    np.testing.assert_array_equal(*found)
-
-
-def test_a_gate_in_its_product_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through captured graphs."""
-    source = Quantised(lambda name, values: None)
-    backend = CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR))
-    ids = generate(backend, source, "bf16")
-    monkeypatch.setattr(planning, "join_gates", _as_it_is)
-    assert generate(backend, source, "bf16") == ids
-
-
-def _as_it_is(steps: OpList) -> OpList:
-    return steps

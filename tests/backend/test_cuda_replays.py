@@ -104,9 +104,9 @@ def test_replays_verify_drafts_as_launches_do(config: dict[str, Any], dtype: str
         program = loaded._program
         assert program is not None
         assert bool(program.recorded.work.tiles) == (dtype == "bf16")
-        assert program.recorded.draft_buckets == (2, 8, 24)
+        assert program.recorded.mixed_buckets == (2, 8, 24)
         if not is_captured:
-            program.recorded = replace(program.recorded, draft_buckets=())
+            program.recorded = replace(program.recorded, mixed_buckets=())
         found.append(verified(loaded, keeps=bool(model.shape.states)))
         assert len(program.graphs) == (4 if is_captured else 0), "of 8 tokens and of 24"
         loaded.close()
@@ -118,3 +118,23 @@ def test_replays_verify_drafts_as_launches_do(config: dict[str, Any], dtype: str
         assert same.mean() > share
         chosen = replayed.logprobs.chosen[same]
         np.testing.assert_allclose(chosen, launched.logprobs.chosen[same], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_replays_of_prompts_compute_what_launches_do(dtype: str) -> None:
+    """Prompts in chunks, next to rows that decode: steps without logits and with some."""
+    model, source = of(QWEN3)
+    found, prompts = [], [list(range(3, 40)), [5], list(range(20, 33)), [9, 8]]
+    for eager in (True, False):
+        device = EmulatedDevice(emulator=EMULATOR, deferred=True)
+        backend = CudaBackend(lambda on=device: on, capture_s=0)
+        limits = LIMITS | {"dtype": dtype, "max_num_seqs": 4, "num_kv_blocks": 16}
+        limits["max_num_batched_tokens"] = 24
+        loaded = backend.load(model, source, LoadOptions(**limits, enforce_eager=eager))
+        found.append(Driver(loaded, chunk=7, overlap=True).generate(prompts, 4))
+        program = loaded._program
+        assert program is not None
+        assert {None, 8} <= {logits for _, logits in program._buckets}
+        assert bool(len(program.graphs)) != eager
+        loaded.close()
+    assert found[0] == found[1]

@@ -19,6 +19,8 @@ NUMPY_TYPES: dict[str, npt.DTypeLike] = {
 RELATIVE = {"f32": 3e-6, "f16": 1e-3, "bf16": 8e-3}
 
 Array = npt.NDArray[Any]
+NOTHING_FUSED = (None, None, None, None, 0, 0.0)
+"""The arguments `FUSED` of a product that takes in no neighbours."""
 
 
 def on_device(values: Any, dtype: npt.DTypeLike) -> Array:

@@ -23,7 +23,7 @@ from vllmx_cuda.kernel_specs.attention import (
 )
 from vllmx_testing.cuda.emulator import Emulator, empty
 
-from .cuda_arrays import NUMPY_TYPES, Array, normal, on_device, options, wide
+from .cuda_arrays import NUMPY_TYPES, Array, inout, normal, on_device, options, wide
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def run_decode(
     items, first = plan_items(case)
     capacity = len(items)
     partial = empty((capacity, case.heads, case.size), np.float32)
+    by_mma = entry == "paged_decode_mma"
     weights, out = empty((capacity, case.heads, 2), np.float32), empty(q.shape, q.dtype)
     scale = case.size**-0.5
     head = options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv)
@@ -94,24 +95,30 @@ def run_decode(
         "VX_VEC": decode_vector(case.size),
         "VX_GROUP": group_tile(group, case.size),
     }
-    if entry == "paged_decode":
-        variant = KERNELS[entry].variant(**variant_options)
+    if by_mma:
+        tile = decode_group(group, case.size)
+        variant = KERNELS[entry].variant(**head, VX_GROUP=tile, VX_STORE=0)
     else:
-        variant = KERNELS[entry].variant(**head, VX_GROUP=decode_group(group, case.size))
+        variant = KERNELS[entry].variant(**variant_options)
+    arrivals = inout(np.zeros((rows + 1) * case.heads), np.uint32)
+    joins = [arrivals, None, None, None, None, rows + 1] if by_mma else []
     first_item = on_device(first, np.int32)
     positions = on_device([*(n - 1 for n in case.contexts), 0], np.int32)
     emulator.launch(
         variant,
         {"items": capacity, "heads": case.heads, "kv_heads": case.kv_heads},
         [q, *given, on_device(items, np.int32), first_item,
-         positions, on_table, sinks, out, partial, weights, case.heads, case.kv_heads, width,
-         case.page_shift, case.window, scale, case.softcap],
+         positions, on_table, sinks, out, partial, weights, *joins, case.heads, case.kv_heads,
+         width, case.page_shift, case.window, scale, case.softcap,
+         *([0, 0, 0.0] if by_mma else [])],
     )  # fmt: skip
-    emulator.launch(
-        KERNELS["paged_combine"].variant(**variant_options),
-        {"tokens": rows + 1, "heads": case.heads},
-        [partial, weights, first_item, sinks, out, case.heads],
-    )
+    assert not arrivals.any(), "ready for the next step"
+    if not by_mma:
+        emulator.launch(
+            KERNELS["paged_combine"].variant(**variant_options),
+            {"tokens": rows + 1, "heads": case.heads},
+            [partial, weights, first_item, sinks, out, case.heads],
+        )
     spec = AttentionSpec(
         0,
         case.heads,

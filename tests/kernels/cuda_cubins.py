@@ -23,7 +23,7 @@ from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES, number
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import prefill_keys
-from vllmx_cuda.kernel_specs.types import shared_bytes
+from vllmx_cuda.kernel_specs.types import PLAIN, shared_bytes
 from vllmx_testing.cuda.emulator.build import KERNELS as FOLDER
 
 from .cuda_sass import kept, measure
@@ -34,7 +34,8 @@ Budget = Mapping[str, Mapping[str, int]]
 """Entry with its options -> architecture -> registers."""
 BF16 = {"VX_DTYPE": 2}
 HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
-W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0}
+W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0, **PLAIN}
+DECODE = {**HEAD, "VX_STORE": 0}
 WORDS = {"VX_SCALE": 1, "VX_ZERO": 1, "VX_ZERO_BYTES": 0}
 
 # What must be among the instructions of an entry, on these architectures.
@@ -91,7 +92,6 @@ WANTED = {
         "LDGSTS.E.BYPASS.128",
     ),
     "linear_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
-    "gated_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "experts_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "experts_gemv": ("LDG.E.NA.LTC",),
     "experts_w4": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
@@ -116,13 +116,17 @@ UNITS: Units = (
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_KV": 2}),
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_HEAD": 256}),
     ("paged_decode", {**HEAD, "VX_VEC": 16, "VX_GROUP": 2, "VX_HEAD": 512}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 4}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_KV": 1}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 16, "VX_HEAD": 80}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 7, "VX_HEAD": 112, "VX_KV": 2}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 16, "VX_HEAD": 192}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_HEAD": 256}),
-    ("paged_decode_mma", {**HEAD, "VX_GROUP": 2, "VX_HEAD": 256, "VX_KV": 1, "VX_DTYPE": 1}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 4}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 8, "VX_KV": 1}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 16, "VX_HEAD": 80}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 7, "VX_HEAD": 112, "VX_KV": 2}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 16, "VX_HEAD": 192}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 8, "VX_HEAD": 256}),
+    ("paged_decode_mma", {**DECODE, "VX_GROUP": 2, "VX_HEAD": 256, "VX_KV": 1, "VX_DTYPE": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 4, "VX_STORE": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 2, "VX_STORE": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_KV": 1, "VX_STORE": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_HEAD": 256, "VX_STORE": 1}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
@@ -151,13 +155,13 @@ UNITS: Units = (
     ("patches", {**BF16, "VX_VEC": 8}),
     ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 4, "VX_OUT": 0}),
-    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0}),
-    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 1, "VX_OUT": 0}),
-    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0}),
-    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0}),
-    ("linear_mma", {"VX_DTYPE": 1, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0}),
-    ("gated_mma", {**BF16, "VX_TILES": 1, "VX_ACT": 0}),
-    ("gated_mma", {**BF16, "VX_TILES": 2, "VX_ACT": 0}),
+    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0, **PLAIN}),
+    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 1, "VX_OUT": 0, **PLAIN}),
+    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("linear_mma", {"VX_DTYPE": 1, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0, "VX_NORM": 1, "VX_GATED": 0}),
+    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0, "VX_NORM": 1, "VX_GATED": 1}),
     ("route", {**BF16, "VX_SCORE": 0}),
     ("route", {**BF16, "VX_SCORE": 1}),
     ("experts_order", {**BF16, "VX_VEC": 8}),
@@ -192,6 +196,8 @@ UNITS: Units = (
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 8, "VX_ZERO": 0, "VX_FOLDS": 2}),
     ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 1, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
+    ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 1, "VX_NORM": 1}),
+    ("w4_linear", {**W4, "VX_TILES": 2, "VX_ROWS": 2, "VX_NORM": 1, "VX_GATED": 1}),
     ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
     ("w4_repack_blocks", {"VX_BLOCK": 2}),
     ("w4_repack_blocks", {"VX_BLOCK": 8}),
@@ -209,10 +215,11 @@ UNITS: Units = (
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 0, "VX_TOKENS": 4, "VX_OUT": 1}),
-    ("codes8_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0}),
-    ("codes8_mma", {**BF16, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
-    ("codes8_mma", {**BF16, "VX_TILES": 8, "VX_ROWS": 2, "VX_OUT": 0}),
-    ("codes8_mma", {"VX_DTYPE": 1, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
+    ("codes8_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0, **PLAIN}),
+    ("codes8_mma", {**BF16, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("codes8_mma", {**BF16, "VX_TILES": 8, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("codes8_mma", {"VX_DTYPE": 1, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}),
+    ("codes8_mma", {**BF16, "VX_TILES": 2, "VX_ROWS": 2, "VX_OUT": 0, "VX_NORM": 1, "VX_GATED": 1}),
     ("wrappers", BF16),
     ("codes8_blocks", {**BF16, "VX_OUT": 0}),
     ("mask_logits", {}),
@@ -280,6 +287,8 @@ def faults(arch: str, unit: Unit, compiler: Nvrtc, budget: Budget | None) -> lis
             wrong.append(f"{name}: products of a warpgroup do not run beside each other")
         if usage["idle"]:
             wrong.append(f"{name}: the softmax waits for products that it should run beside")
+        if usage["hasty"] and number(arch) >= 90:
+            wrong.append(f"{name}: reads or writes before it waits for the launch before")
         if usage["drained"]:
             wrong.append(f"{name}: a product waits for all copies, also those of later columns")
         if most := _beyond_shared(arch, entry, unit, usage["shared"]):

@@ -46,7 +46,8 @@ def matrix() -> Units:
         for group in (4, 8, 16):
             if head > 256:
                 break
-            found.append(("paged_decode_mma", {**common, "VX_GROUP": decode_group(group, head)}))
+            chosen = {**common, "VX_GROUP": decode_group(group, head)}
+            found += [("paged_decode_mma", {**chosen, "VX_STORE": store}) for store in (0, 1)]
         if kv and head != 128:
             continue
         found.append(("kv_store", {**common, "VX_VEC": store_vector(head)}))

@@ -19,8 +19,10 @@ from vllmx_cuda.compiler.cubins import write_whole
 
 OVERLAPPED = ("paged_prefill_wgmma",)
 """Entries whose softmax runs while products of a warpgroup are under way."""
-RINGS = ("linear_mma", "gated_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
+RINGS = ("linear_mma", "experts_mma", "w4_linear", "experts_w4", "codes8_mma")
 """Entries that multiply while copies of later columns are under way."""
+EARLY = ("linear_mma", "w4_linear", "codes8_mma", "paged_decode_mma")
+"""Entries that may begin before the launch before them has ended."""
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(
     r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP|ATOMS|RED)[A-Z0-9_.x]*)"
@@ -62,6 +64,7 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
             "alone": False,
             "idle": False,
             "drained": False,
+            "hasty": False,
         }
     for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
         entry = re.match(r"\w+", part)
@@ -69,6 +72,7 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
             found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
             found[entry[0]]["alone"] = _products_alone(part)
             found[entry[0]]["idle"] = entry[0] in OVERLAPPED and _softmax_waits(part)
+            found[entry[0]]["hasty"] = entry[0] in EARLY and _is_hasty(part)
             found[entry[0]]["drained"] = entry[0] in RINGS and _ring_drains(part)
     return found
 
@@ -112,6 +116,13 @@ def _ring_drains(sass: str) -> bool:
     *loops, _ = re.split(r"\b[HQ]MMA\.", sass)
     waits = re.findall(r"DEPBAR\.LE SB\d, (0x[0-9a-f]+)", "".join(loops))
     return not waits or "0x0" in waits
+
+
+def _is_hasty(sass: str) -> bool:
+    """Whether anything but copies of weights (`cp.async`) stands before griddepcontrol.wait, or
+    there is no wait."""
+    before, waits, _ = sass.partition("ACQBULK")
+    return not waits or re.search(r"\b(LDG|STG|ATOMG|RED)\.", before) is not None
 
 
 def _run(command: list[str]) -> str:

@@ -12,6 +12,7 @@ from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.compiler.cubins import Unit
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES
+from vllmx_cuda.kernel_specs.types import PLAIN
 
 from .cuda_cubins import BUDGET, UNITS, digest, faults, unchecked, units_of
 from .cuda_matrix import matrix
@@ -92,7 +93,7 @@ def test_a_softmax_that_waits_is_found(what: str, compiler: Nvrtc, tmp_path: Pat
 def test_a_ring_that_drains_is_found(compiler: Nvrtc, tmp_path: Path) -> None:
     if tool("cuobjdump") is None or tool("nvdisasm") is None:
         pytest.skip("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    options = {"VX_DTYPE": 2, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0}
+    options = {"VX_DTYPE": 2, "VX_TILES": 1, "VX_ROWS": 2, "VX_OUT": 0, **PLAIN}
     [unit] = units_of("sm_90a", [("linear_mma", options)])
     shutil.copytree(unit.source.parent, tmp_path, dirs_exist_ok=True)
     loop = tmp_path / "mma_tile.h"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
+from vllmx_cuda.kernel_specs.types import PLAIN
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE, folds
 from vllmx_testing.cuda.emulator import Emulator, empty
 
@@ -58,7 +59,7 @@ def test_integers(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> Non
     dtype, bits, scale, zero, group, tokens, chosen, outputs, inputs, tiles, rows, out = case
     rng = np.random.default_rng(outputs)
     w = random_weights(rng, (EXPERTS * outputs, inputs), bits, scale, zero, group)
-    more = {"VX_TILES": tiles, "VX_ROWS": rows, "VX_FOLDS": folds(w.form.group_shift)}
+    more = {"VX_TILES": tiles, "VX_ROWS": rows, "VX_FOLDS": folds(w.form.group_shift), **PLAIN}
     check(
         emulator,
         KERNELS["experts_w4"].variant(**options(dtype, VX_OUT=out, **more, **w.form.options)),
@@ -99,7 +100,7 @@ def test_codes(emulator: Emulator, case: tuple[str, tuple[int, int], *tuple[int,
     check(
         emulator,
         KERNELS["experts_codes8"].variant(
-            **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out)
+            **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out, **PLAIN)
         ),
         [codes, as_stored(scales, block)],
         values,

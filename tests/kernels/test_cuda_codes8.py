@@ -7,9 +7,20 @@ import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
+from vllmx_cuda.kernel_specs.types import PLAIN
 from vllmx_testing.cuda.emulator import Emulator, empty
 
-from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+from .cuda_arrays import (
+    NOTHING_FUSED,
+    NUMPY_TYPES,
+    Array,
+    assert_near,
+    inout,
+    normal,
+    on_device,
+    options,
+    wide,
+)
 
 E4M3 = ml_dtypes.float8_e4m3fn
 TYPES = {"i8": np.int8, "f8e4m3": E4M3}
@@ -319,13 +330,13 @@ def test_mma(
     partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
     arrivals = inout(np.zeros(-(-outputs // 16) * 8), np.uint32) if parts > 1 else None
     variant = KERNELS["codes8_mma"].variant(
-        **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out)
+        **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out, **PLAIN)
     )
     emulator.launch(
         variant, {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts},
         [x, codes, as_stored(scales, block), bias, y, partial, arrivals, tokens, outputs, inputs,
          pitch, block[0],
-         31 if block[1] == inputs else block[1].bit_length() - 1],
+         31 if block[1] == inputs else block[1].bit_length() - 1, *NOTHING_FUSED],
     )  # fmt: skip
     if arrivals is not None:
         assert not arrivals.any()  # ready for the next product

@@ -44,7 +44,7 @@ def test_every_kernel_is_run_by_a_test(entry: str) -> None:
 COUNTED = ("rows", "tokens", "width", "count", "outputs", "vocab", "patches", "k")
 """Sizes that may be anything; those of attention (items, tiles, heads) are planned on the host."""
 WHOLE = {
-    ("linear_mma", "width"): 32, ("experts_mma", "width"): 32, ("gated_mma", "width"): 32,
+    ("linear_mma", "width"): 32, ("experts_mma", "width"): 32,
     ("experts_w4", "width"): 32, ("experts_w4", "outputs"): 16, ("experts_codes8", "width"): 16,
     ("quantize_q8", "width"): 32, ("w4_linear", "width"): 32,
     ("w4_dequantize", "width"): 32, ("w4_gather", "width"): 32, ("codes8_dequantize", "width"): 16,

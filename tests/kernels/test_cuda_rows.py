@@ -17,9 +17,20 @@ from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.kernel_specs.rows import GATED as GATED_KINDS
+from vllmx_cuda.kernel_specs.types import PLAIN
 from vllmx_testing.cuda.emulator import Emulator, empty
 
-from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+from .cuda_arrays import (
+    NOTHING_FUSED,
+    NUMPY_TYPES,
+    Array,
+    assert_near,
+    inout,
+    normal,
+    on_device,
+    options,
+    wide,
+)
 
 # Vectors of all widths, one value, and a little more than a block takes
 WIDTHS = [
@@ -347,41 +358,6 @@ def test_splits_of_few_outputs() -> None:
     assert [row_tiles(n, 132) for n in (1024, 2112, 2120, 4096)] == [1, 1, 2, 2]
 
 
-GATED_MMA = [  # dtype, kind, tokens, tiles, width, inputs
-    ("bf16", "silu", 1, 1, 40, 1024),
-    ("f16", "gelu", 9, 2, 33, 96),
-    ("bf16", "gelu_tanh", 16, 2, 1, 32),
-    ("f16", "relu", 1, 1, 1, 32),
-    ("bf16", "relu", 3, 1, 17, 544),
-    ("f16", "silu", 5, 1, 9, 160),
-    ("bf16", "gelu", 1, 1, 8, 32),
-    ("f16", "gelu_tanh", 1, 1, 8, 32),
-]
-
-
-@pytest.mark.parametrize("case", GATED_MMA, ids=lambda case: "-".join(map(str, case)))
-def test_gated_products_have_the_bits_of_their_parts(
-    emulator: Emulator, case: tuple[str, str, int, int, int, int]
-) -> None:
-    dtype, kind, tokens, tiles, width, inputs = case
-    rng = np.random.default_rng(width)
-    x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (2 * width, inputs), dtype, 0.1)
-    chosen = options(dtype, VX_TILES=tiles, VX_ACT=GATES[kind])
-    for bias in (None, normal(rng, (2 * width,), "f32")):
-        product, want, y = (empty((tokens, n), x.dtype) for n in (2 * width, width, width))
-        multiply_by_mma(emulator, x, w, bias, product, dtype, tiles, 1, 1)
-        act = options(dtype, VX_VEC=vector_width(width), VX_ACT=GATES[kind])
-        sizes = {"rows": tokens, "width": width}
-        emulator.launch(
-            KERNELS["gated_act"].variant(**act), sizes, [on_device(product, x.dtype), want, width]
-        )
-        shape = {"tokens": tokens, "outputs": width, "width": inputs}
-        emulator.launch(
-            KERNELS["gated_mma"].variant(**chosen), shape, [x, w, bias, y, tokens, width, inputs]
-        )
-        np.testing.assert_array_equal(wide(y), wide(want))
-
-
 def multiply_by_mma(
     emulator: Emulator,
     x: Array,
@@ -396,11 +372,14 @@ def multiply_by_mma(
     (tokens, inputs), outputs = x.shape, len(w)
     partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
     arrivals = inout(np.zeros(-(-outputs // 8) * tokens), np.uint32) if parts > 1 else None
-    chosen = options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=int(y.dtype == np.float32))
+    out = int(y.dtype == np.float32)
+    chosen = options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out, **PLAIN)
     sizes = {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts}
     shape = (tokens, outputs, inputs, y.shape[1])
     emulator.launch(
-        KERNELS["linear_mma"].variant(**chosen), sizes, [x, w, bias, y, partial, arrivals, *shape]
+        KERNELS["linear_mma"].variant(**chosen),
+        sizes,
+        [x, w, bias, y, partial, arrivals, *shape, *NOTHING_FUSED],
     )
     if arrivals is not None:
         assert not arrivals.any()  # ready for the next product

@@ -9,6 +9,7 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_cuda.kernel_specs.gguf import BLOCKS
+from vllmx_cuda.kernel_specs.types import PLAIN
 from vllmx_cuda.kernel_specs.w4 import (
     BLOCK_FORMS,
     MINIMA,
@@ -22,7 +23,17 @@ from vllmx_cuda.matrices.w4_packing import Packing, packed, packing_of
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_testing.cuda.emulator import Emulator, empty
 
-from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+from .cuda_arrays import (
+    NOTHING_FUSED,
+    NUMPY_TYPES,
+    Array,
+    assert_near,
+    inout,
+    normal,
+    on_device,
+    options,
+    wide,
+)
 from .cuda_w4_blocks import packed_blocks
 from .test_cuda_gguf import random_blocks
 
@@ -86,12 +97,26 @@ def run(
         VX_FOLDS=folds(w.form.group_shift),
         VX_OUT=out,
         **w.form.options,
+        **PLAIN,
     )
     sizes = {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts}
     emulator.launch(
         KERNELS["w4_linear"].variant(**chosen),
         sizes,
-        [x, w.data, bias, y, partial, arrivals, tokens, outputs, inputs, pitch, w.form.group_shift],
+        [
+            x,
+            w.data,
+            bias,
+            y,
+            partial,
+            arrivals,
+            tokens,
+            outputs,
+            inputs,
+            pitch,
+            w.form.group_shift,
+            *NOTHING_FUSED,
+        ],
     )
     if arrivals is not None:
         assert not arrivals.any()  # ready for the next product
@@ -300,6 +325,7 @@ def test_minima_and_small_groups_share_fewer_tokens() -> None:
     kernel = KERNELS["w4_linear"].variant(
         **options("bf16", VX_BITS=4, VX_SCALE=F16, VX_ZERO=MINIMA, VX_TILES=8, VX_ROWS=2),
         VX_FOLDS=1,
+        **PLAIN,
         VX_OUT=0,
     )
     sizes = {"tokens": 64, "outputs": 16, "width": 64, "splits": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_cuda.device.buckets import bucket_of, bucket_sizes, draft_sizes
+from vllmx_cuda.device.buckets import bucket_of, bucket_sizes, mixed_sizes
 
 
 def test_the_sizes_of_the_design() -> None:
@@ -14,9 +14,9 @@ def test_the_sizes_of_the_design() -> None:
     assert bucket_sizes(5) == (1, 2, 4, 5)
     assert bucket_sizes(1) == (1,)
     assert bucket_sizes(0) == ()
-    assert draft_sizes(1024)[:4] == (2, 8, 24, 40)
-    assert draft_sizes(1024)[-1] == 248
-    assert draft_sizes(1) == ()
+    assert mixed_sizes(1024)[:4] == (2, 8, 24, 40)
+    assert mixed_sizes(1024)[-1] == 248
+    assert mixed_sizes(1) == ()
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 9, 100, 256, 257, 512, 4096])

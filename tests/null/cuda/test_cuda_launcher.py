@@ -9,7 +9,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from vllmx_cuda.device.launcher import Launcher
+from vllmx_cuda.device.launcher import LaunchAttribute, Launcher
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.types import Launch, kernel
 
@@ -30,7 +30,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction f, void** par
 }
 int tell(int what) {
   int told[] = {calls, seen.gridDimX, seen.gridDimY, seen.gridDimZ, seen.blockDimX, seen.blockDimY,
-                seen.blockDimZ, seen.sharedMemBytes, (int)(long)seen.hStream, seen.numAttrs};
+                seen.blockDimZ, seen.sharedMemBytes, (int)(long)seen.hStream, seen.numAttrs,
+                seen.numAttrs && sizeof *seen.attrs == SIZE &&
+                    seen.attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+                    seen.attrs->value.programmaticStreamSerializationAllowed == 1};
   return told[what];
 }
 """
@@ -45,17 +48,27 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("cuda.h is not installed")
     (folder / "driver.c").write_text(DRIVER)
     built = folder / "libdriver.so"
-    command = ["cc", "-shared", "-fPIC", "-O1", f"-I{having[0]}", "driver.c", "-o", str(built)]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        f"-I{having[0]}",
+        f"-DSIZE={ctypes.sizeof(LaunchAttribute)}",
+        "driver.c",
+        "-o",
+        str(built),
+    ]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(built))
 
 
-def launcher(driver: Any, prepared: list[Launch]) -> Launcher:
+def launcher(driver: Any, prepared: list[Launch], *, early: bool = False) -> Launcher:
     def rule(sizes: Any, options: Any) -> Launch:
         return Launch((sizes["n"], 3, 2), 64, 1000 * sizes["n"])
 
     variant = kernel("add.cu", SIGNATURE, "n", rule).variant()
-    return Launcher(driver.cuLaunchKernelEx, variant, 0x77, 0x55, prepared.append)
+    return Launcher(driver.cuLaunchKernelEx, variant, 0x77, 0x55, prepared.append, early=early)
 
 
 def told(driver: Any) -> list[int]:
@@ -80,6 +93,12 @@ def test_every_argument_and_size_arrives(driver: Any) -> None:
     add({"n": 5}, (y, 1, x, 2, x, 0))
     assert told(driver)[1] == 5
     assert [shape.shared_bytes for shape in prepared] == [5000, 4000]
+
+
+def test_a_launch_may_begin_early(driver: Any) -> None:
+    assert launcher(driver, [], early=True)({"n": 5}, (0, 0, 0, 0, 0, 0)) == 0
+    assert driver.tell(9) == 1
+    assert driver.tell(10), "the attribute as cuda.h has it"
 
 
 def test_nothing_is_launched_for_a_size_of_none(driver: Any) -> None:

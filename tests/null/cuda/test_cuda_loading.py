@@ -187,7 +187,7 @@ def test_refusals_name_value_limit_and_remedy() -> None:
     with pytest.raises(CapacityError, match=r"weights take .* as f32.*free on emulated GPU"):
         load(memory_bytes=1000)
     with pytest.raises(CapacityError, match=r"max_model_len 128.*--memory-fraction"):
-        load(memory_bytes=20_900_000, memory_fraction=0.01)
+        load(memory_bytes=31_000_000, memory_fraction=0.01)
     with pytest.raises(ConfigError, match=r"block_size 24.*power of two"):
         load(block_size=24)
     with pytest.raises(ConfigError, match=r"dtype 'f8': choose bf16, f16, f32"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import AttentionSpec
+from vllmx_cuda.device.driver import is_on
 from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM
-from vllmx_cuda.program.attention_ops import WGMMA_SWITCH, prefill_kernel, wants_wgmma
+from vllmx_cuda.program.attention_ops import WGMMA_SWITCH, prefill_kernel
 
 
 def spec(size: int = 128, heads: int = 8, kv_heads: int = 2) -> AttentionSpec:
@@ -51,10 +52,10 @@ def test_no_tensor_cores(layer: AttentionSpec, dtype: str, arch: str) -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WGMMA_SWITCH, raising=False)
-    assert not wants_wgmma(), "nobody has run it on a GPU"
+    assert not is_on(WGMMA_SWITCH), "nobody has run it on a GPU"
     for value, wanted in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv(WGMMA_SWITCH, value)
-        assert wants_wgmma() is wanted
+        assert is_on(WGMMA_SWITCH) is wanted
     monkeypatch.setenv(WGMMA_SWITCH, "yes")
     with pytest.raises(ConfigError, match=f"{WGMMA_SWITCH}=yes: set it to 1 or 0"):
-        wants_wgmma()
+        is_on(WGMMA_SWITCH)

@@ -20,6 +20,7 @@ from vllmx_core.weights.part import WeightSource
 
 from vllmx_cuda.device.arch import capability
 from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.driver import UNFUSED_SWITCH, is_on
 from vllmx_cuda.device.memory import ITEM_BYTES, automatic
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.loaded import CudaLoadedModel
@@ -27,7 +28,7 @@ from vllmx_cuda.loading.tuning import Tunable, tune
 from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
 from vllmx_cuda.matrices.matrix import Matrix
-from vllmx_cuda.program.attention_ops import wants_wgmma
+from vllmx_cuda.program.attention_ops import WGMMA_SWITCH
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, lower
 from vllmx_cuda.program.lowering import Lowering
@@ -97,14 +98,17 @@ class CudaBackend:
             device.close()
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
-        wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
+        wgmma = is_on(WGMMA_SWITCH) if self._wgmma is None else self._wgmma
+        fused = not is_on(UNFUSED_SWITCH)
         place = _place_of(options.communicator) if options.communicator else 0
         device = self._open_device() if self._open_device else _open_gpu(place)
         try:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
             with device.faults():
-                loaded, tunables = _load(model, source, options, device, dtype, kv, wgmma=wgmma)
+                loaded, tunables = _load(
+                    model, source, options, device, dtype, kv, wgmma=wgmma, fused=fused
+                )
                 tune(device, tunables, self._tune_s, progress=options.progress)
                 if not options.enforce_eager:
                     loaded.capture(self._capture_s, progress=options.progress)
@@ -137,10 +141,11 @@ def _load(
     kv: str,
     *,
     wgmma: bool,
+    fused: bool,
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
     # first, because communication between ranks takes memory
     ranks = _join(model, options, device, dtype) if options.communicator else None
-    sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma)
+    sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma, fused=fused)
     products = sizes.layout.product_scratch(device)
     begin = time.perf_counter()
     weights = load_weights(
@@ -155,7 +160,17 @@ def _load(
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
-    lowering = _lowering(model, device, sizes, weights, products, options, wgmma=wgmma, ranks=ranks)
+    lowering = _lowering(
+        model,
+        device,
+        sizes,
+        weights,
+        products,
+        options,
+        wgmma=wgmma,
+        fused=fused,
+        ranks=ranks,
+    )
     tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
     last_ids = device.zeros(4 * sizes.max_rows["L"])
     result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
@@ -210,6 +225,7 @@ def _lowering(
     options: LoadOptions,
     *,
     wgmma: bool,
+    fused: bool,
     ranks: DeviceRanks | None,
 ) -> Lowering:
     """Allocates the caches and buffers that the launches use, but for those of a target."""
@@ -230,6 +246,7 @@ def _lowering(
         products,
         sizes.max_rows["T"],
         wgmma,
+        fused,
         features=features if hidden is None else hidden.parts,
         ranks=ranks,
     )

@@ -19,9 +19,9 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < greatest), greatest) if greatest > 0 else ()
 
 
-def draft_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of captured steps that verify drafts, ascending: every second batch size up to 256,
-    because graphs take memory; larger steps take longer than their launches."""
+def mixed_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of captured steps with prompts or drafts, ascending: every second batch size up to
+    256, because graphs take memory; larger steps take longer than their launches."""
     return bucket_sizes(min(max_tokens, DENSE_UP_TO))[1::2]
 
 

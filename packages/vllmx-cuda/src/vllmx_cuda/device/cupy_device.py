@@ -104,6 +104,10 @@ def _import_cupy() -> Any:
     return cupy
 
 
+_EARLY_CAPTURE = (12, 3)
+"""CUDA of the driver that captures launches which begin early."""
+
+
 class CupyDevice:
     """`vllmx_cuda.device.device.Device`."""
 
@@ -123,7 +127,9 @@ class CupyDevice:
         cupy = _import_cupy()
         try:
             open_lt = partial(CublasLt.open, newest)
-            return cls(cupy, chosen, nvrtc, open_lt, driver.open_libcuda())
+            able = chosen.capability >= (9, 0) and facts.cuda_version >= _EARLY_CAPTURE
+            early = able and not driver.is_on(driver.UNFUSED_SWITCH)
+            return cls(cupy, chosen, nvrtc, open_lt, driver.open_libcuda(), early=early)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise driver.open_error(error, chosen, facts) from error
 
@@ -134,8 +140,10 @@ class CupyDevice:
         nvrtc: Nvrtc,
         open_lt: Callable[[], CublasLt],
         libcuda: driver.Library,
+        *,
+        early: bool = False,
     ) -> None:
-        self._driver = libcuda
+        self._driver, self._early = libcuda, early
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._ordinal = chosen.ordinal
         arch = architecture(chosen.capability)
@@ -270,7 +278,8 @@ class CupyDevice:
                 self._shared_bytes[function] = shape.shared_bytes
 
         launch, stream = self._driver.cuLaunchKernelEx, self._stream.ptr
-        made = Launcher(launch, variant, function, stream, allow)
+        early = self._early and variant.kernel.early is not None
+        made = Launcher(launch, variant, function, stream, allow, early=early)
         self._launchers[id(variant)] = made
         return made
 

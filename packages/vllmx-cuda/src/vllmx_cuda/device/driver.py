@@ -12,6 +12,9 @@ from typing import Any
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError, VllmxError
 
 DEVICE_VARIABLE = "VLLMX_CUDA_DEVICE"
+UNFUSED_SWITCH = "VLLMX_CUDA_UNFUSED"
+"""1: every op is launched on its own and when the one before has ended, for comparison. 0 or unset:
+products and attention of few tokens take in their neighbours."""
 MIN_CAPABILITY = (7, 5)
 """Turing, the oldest that the kernels and CUDA 13 know."""
 _LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
@@ -186,3 +189,11 @@ def open_error(error: Exception, chosen: DeviceFacts, facts: DriverFacts) -> Vll
     return BackendUnavailableError(
         f"CUDA cannot open {chosen.name} ({text}): see nvidia-smi and dmesg, or use --backend cpu"
     )
+
+
+def is_on(switch: str) -> bool:
+    """Reads a switch. Raises ConfigError for values other than 0 and 1."""
+    value = os.environ.get(switch, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{switch}={value}: set it to 1 or 0, or leave it out", param=switch)
+    return value == "1"

@@ -33,6 +33,20 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+_EARLY = LaunchAttribute(6, b"", 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 class Launcher:
     """Launches one kernel on one stream.
 
@@ -40,6 +54,8 @@ class Launcher:
         launch: cuLaunchKernelEx.
         function: the kernel's CUfunction.
         prepare: called with the shape of the first launch of each set of sizes.
+        early: True if it may begin before the launch before it has ended; captured, such a launch
+            makes an edge of that kind in the graph.
     """
 
     def __init__(
@@ -49,10 +65,13 @@ class Launcher:
         function: int,
         stream: int,
         prepare: Callable[[Launch], None],
+        *,
+        early: bool = False,
     ) -> None:
         self.variant = variant
         self._launch, self._stream, self._prepare = launch, stream, prepare
         self._function = ctypes.c_void_p(function)
+        self._attributes = (ctypes.addressof(_EARLY), 1) if early else (None, 0)
         kinds = variant.kernel.arguments
         formats = ["Q" if kind.is_pointer else _FORMATS[kind.ctype] for kind in kinds]
         packed = struct.Struct("@" + "".join(formats))
@@ -89,6 +108,7 @@ class Launcher:
         if 0 in shape.grid:
             return None
         self._prepare(shape)
+        block, stream = (shape.block, 1, 1), self._stream
         return ctypes.byref(
-            LaunchConfig(shape.grid, (shape.block, 1, 1), shape.shared_bytes, self._stream, None, 0)
+            LaunchConfig(shape.grid, block, shape.shared_bytes, stream, *self._attributes)
         )

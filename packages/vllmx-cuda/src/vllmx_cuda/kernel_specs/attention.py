@@ -136,6 +136,9 @@ def _decode_mma(sizes: Sizes, options: Options) -> Launch:
     at_most("VX_GROUP", group, _most_decode_heads(head), f"registers, with heads of {head}")
     queries = ceil_div(group, 8) * 8 * head // 2
     shared = float_bytes * (12 * group + max(4 * group * 68, queries))
+    if options["VX_STORE"]:
+        shared += 2 * group * head + float_bytes * 4 * head
+        assert group * sizes["kv_heads"] == sizes["heads"], sizes
     return Launch((sizes["items"], sizes["heads"] // group, 1), _DECODE_THREADS, shared)
 
 
@@ -180,19 +183,25 @@ PAGED_DECODE = kernel(
     _DECODE_OPTIONS,
 )
 
-PAGED_DECODE_MMA = Kernel(
-    entry="paged_decode_mma",
-    source="paged_decode_mma.cu",
-    options={
+PAGED_DECODE_MMA = kernel(
+    "paged_decode_mma.cu",
+    "paged_decode_mma(in elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
+    " inout f32* v_scales?, in i32* items, in i32* first_item, in i32* positions,"
+    " in i32* block_table, in f32* sinks?, out elem* out, out f32* partial, out f32* weights,"
+    " inout u32* arrivals, in i32* rope_rows?, in f32* q_norm?, in f32* k_norm?, in f32* rope?,"
+    " i32 tokens, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, f32 scale,"
+    " f32 softcap, i32 rotary_dim, i32 interleaved, f32 eps)",
+    "items heads kv_heads",
+    _decode_mma,
+    {
         "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": _MMA_HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
+        "VX_STORE": (0, 1),
     },
-    arguments=PAGED_DECODE.arguments,
-    sizes=PAGED_DECODE.sizes,
-    rule=_decode_mma,
     tensor_cores=True,
+    early=(),
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from vllmx_cuda.kernel_specs.norms import one_block_a_row
 from vllmx_cuda.kernel_specs.types import (
     ANY_DTYPE,
+    FUSED,
+    FUSIONS,
     HALF_DTYPES,
     ROW_OPTIONS,
     Launch,
@@ -12,6 +14,7 @@ from vllmx_cuda.kernel_specs.types import (
     Sizes,
     along_rows,
     at_least,
+    block_rows,
     by_outputs,
     ceil_div,
     kernel,
@@ -75,7 +78,8 @@ def _mma(sizes: Sizes, options: Options) -> Launch:
     multiple_of("width", sizes["width"], STEP)
     rows, tokens = 16 * options["VX_ROWS"], 8 * options["VX_TILES"]
     ring = (4 if options["VX_ROWS"] == 1 else 3) * rows * MMA_COLS
-    grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), sizes["splits"])
+    blocks = ceil_div(sizes["outputs"], 16 * block_rows(sizes, options))
+    grid = (blocks, ceil_div(sizes["tokens"], tokens), sizes["splits"])
     return Launch(grid, 32 * WARPS, WARPS * max(ring, tokens * (rows + 4) * 4))
 
 
@@ -83,7 +87,7 @@ CODES8_MMA = kernel(
     "codes8_mma.cu",
     "codes8_mma(in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y,"
     " inout f32* partial?, inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 block_rows,"
-    " i32 group_shift)",
+    f" i32 group_shift,{FUSED}",
     "tokens outputs width splits",
     _mma,
     {
@@ -91,8 +95,10 @@ CODES8_MMA = kernel(
         "VX_TILES": TILES,
         "VX_ROWS": ROW_TILES,
         "VX_OUT": (0, 1),
+        **FUSIONS,
     },
     tensor_cores=True,
+    early=("w",),
 )
 
 KERNELS = (

@@ -12,6 +12,7 @@ from vllmx_cuda.kernel_specs.linear import LINEAR_GEMV, LINEAR_MMA, MMA_K
 from vllmx_cuda.kernel_specs.rows import row_kernel
 from vllmx_cuda.kernel_specs.types import (
     ANY_DTYPE,
+    PLAIN,
     ROW_OPTIONS,
     Kernel,
     Launch,
@@ -34,6 +35,7 @@ MAX_GROUPS = 32
 CODED_TILES = (1, 2, 4)
 """Values of VX_TILES where codes become numbers in registers, once for all tokens of a tile."""
 _WARPS = 4
+_PLAIN = {name: (value,) for name, value in PLAIN.items()}
 
 
 def max_tiles(slots: int, experts: int, width: int) -> int:
@@ -125,7 +127,7 @@ KERNELS = (
         f"experts_mma({_PRODUCT})",
         "outputs width tiles",
         _mma,
-        LINEAR_MMA.options,
+        {name: LINEAR_MMA.options[name] for name in ("VX_DTYPE", "VX_TILES", "VX_ROWS", "VX_OUT")},
         tensor_cores=True,
     ),
     kernel(
@@ -136,6 +138,7 @@ KERNELS = (
         _w4,
         {
             **W4_LINEAR.options,
+            **_PLAIN,
             "VX_BITS": (4, 8),
             "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES),
             "VX_FOLDS": (1, 2),
@@ -149,7 +152,7 @@ KERNELS = (
         " in i32* tiles, out out* y, i32 share, i32 n, i32 k, i32 block_rows, i32 group_shift)",
         "outputs width tiles",
         _like(CODES8_MMA),
-        {**CODES8_MMA.options, "VX_TILES": CODED_TILES},
+        {**CODES8_MMA.options, **_PLAIN, "VX_TILES": CODED_TILES},
         tensor_cores=True,
     ),
 )

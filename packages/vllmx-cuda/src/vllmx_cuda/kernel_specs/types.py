@@ -79,6 +79,9 @@ class Kernel:
     """The only compute capabilities that have its instructions; empty: any."""
     meets: bool = False
     """True if its blocks wait for those of other ranks through shared memory."""
+    early: tuple[str, ...] | None = None
+    """Set if it may begin before the launch before it has ended: the arguments, weights, that it
+    reads until vx_wait_for_predecessor."""
 
     def ordered(self, **named: Any) -> list[Any]:
         """The arguments of a launch by their names: what may be null may be left out.
@@ -174,6 +177,7 @@ def kernel(
     tensor_cores: bool = False,
     architectures: tuple[int, ...] = (),
     meets: bool = False,
+    early: tuple[str, ...] | None = None,
 ) -> Kernel:
     """A `Kernel` from its signature, `entry(in elem* x, ...)`, and the names of its sizes in one
     string. For the arguments see `arguments`."""
@@ -188,7 +192,20 @@ def kernel(
         tensor_cores,
         architectures,
         meets,
+        early,
     )
+
+
+FUSED = (
+    " in elem* residual?, out f32* squares?, in f32* norm?, in f32* norm_squares?,"
+    " i32 num_squares, f32 eps)"
+)
+"""The last arguments of products of few tokens: a residual that y is added to, and a norm of x."""
+FUSIONS = {"VX_NORM": (0, 1), "VX_GATED": (0, 1, 2, 3, 4)}
+"""Options of these products: a norm of x; 1 + VX_ACT of a gate, whose rows are the first half."""
+PLAIN = dict.fromkeys(FUSIONS, 0)
+FUSED_TOKENS = 16
+"""Tokens for which products take a norm or a residual of their neighbours, at most."""
 
 
 def vector_width(*sizes: int) -> int:
@@ -216,6 +233,15 @@ def by_outputs(sizes: Sizes, rows: int, tokens: int, threads: int = 128) -> Laun
     at_least("tokens", sizes["tokens"], 1)
     grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), 1)
     return Launch(grid, threads)
+
+
+def block_rows(sizes: Sizes, options: Options) -> int:
+    """Tiles of outputs of a block that has VX_ROWS tiles of rows: one with a gate, which half of
+    the rows are."""
+    if not options["VX_GATED"]:
+        return options["VX_ROWS"]
+    assert (options["VX_ROWS"], sizes["splits"]) == (2, 1), (sizes, options)
+    return 1
 
 
 def along_rows(sizes: Sizes, unit: int, values: int) -> Launch:

@@ -8,6 +8,8 @@ from vllmx_cuda.kernel_specs.gguf import BLOCKS
 from vllmx_cuda.kernel_specs.types import (
     ANY_DTYPE,
     DTYPES,
+    FUSED,
+    FUSIONS,
     HALF_DTYPES,
     Launch,
     Options,
@@ -15,6 +17,7 @@ from vllmx_cuda.kernel_specs.types import (
     along_rows,
     at_least,
     at_most,
+    block_rows,
     ceil_div,
     kernel,
 )
@@ -114,7 +117,8 @@ def _linear(sizes: Sizes, options: Options) -> Launch:
     tile = tile_bytes(options["VX_BITS"]) + options["VX_FOLDS"] * record
     ring = stages * options["VX_ROWS"] * tile
     sums = tokens * (rows + 4) * 4
-    grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), sizes["splits"])
+    blocks = ceil_div(sizes["outputs"], TILE_ROWS * block_rows(sizes, options))
+    grid = (blocks, ceil_div(sizes["tokens"], tokens), sizes["splits"])
     return Launch(grid, 32 * WARPS, WARPS * max(ring, sums))
 
 
@@ -144,7 +148,7 @@ _OPTIONS = {
 W4_LINEAR = kernel(
     "w4_linear.cu",
     "w4_linear(in elem* x, in u8* data, in f32* bias?, out out* y, inout f32* partial?,"
-    " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 group_shift)",
+    f" inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 group_shift,{FUSED}",
     "tokens outputs width splits",
     _linear,
     {
@@ -154,8 +158,10 @@ W4_LINEAR = kernel(
         "VX_ROWS": ROW_TILES,
         "VX_FOLDS": (1, 2, 4),
         "VX_OUT": (0, 1),
+        **FUSIONS,
     },
     tensor_cores=True,
+    early=("data",),
 )
 
 

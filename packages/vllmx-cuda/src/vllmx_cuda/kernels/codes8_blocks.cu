@@ -9,6 +9,7 @@
 //         three stages of 128 columns, a row of 128 bytes each, whose chunks of 16 lie at chunk ^ row % 8, so
 //         that ldmatrix finds 8 rows in 8 different banks; 96 KB.
 // Floor:  products: 2 M N K at the rate of FP8; codes are read once for each 128 rows of the other side, from L2.
+//         The loop takes 311 instructions for 64 QMMA (sm_89): 622 issue slots for 2,048 cycles of products.
 #include "code_scale.h"
 #include "outputs.h"
 #include "vx.h"

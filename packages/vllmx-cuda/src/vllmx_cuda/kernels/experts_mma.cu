@@ -8,10 +8,11 @@ experts_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float*
             int n, int k) {
   __shared__ uint4 ring[RING];
   __shared__ float part[WARPS * TOKENS * (ROWS + PADDING)];
+  __shared__ float scales[TOKENS];
   ExpertTile tile = tile_of(tiles, blockIdx.y);
   if (tile.count == 0) return;
   multiply_tile(x, RowOfSlot{order, tile.first, share, k}, w + (size_t)tile.expert * n * k,
                 bias ? bias + (size_t)tile.expert * n : nullptr, y + (size_t)tile.first * n, nullptr, nullptr,
-                ring, part, nullptr, 0, tile.count, n, k, n);
+                {}, {}, ring, part, scales, nullptr, 0, tile.count, n, k, n);
 }
 VX_EXPORT(experts_mma)

@@ -11,25 +11,13 @@
 //         every rotation, half-split, interleaved or partial, is two reads.
 //         eps below 0: norms follow the rotation.
 // Floor:  bytes: qkv read once, the same written once.
-#include "kv_types.h"
 #include "vx.h"
 
 #ifndef VX_HEAD
 #define VX_HEAD 128
 #endif
+#include "head_store.h"
 #define WARPS 4
-
-// The rotated value of dimension i of a head
-VX_DEV float rotated(const float* head, const float* table, int i, int rotary_dim,
-                     int interleaved) {
-  int half = rotary_dim / 2;
-  if (i >= rotary_dim) return head[i];
-  int pair = interleaved ? i / 2 : i % half;
-  bool first = interleaved ? i % 2 == 0 : i < half;
-  float partner = head[interleaved ? i ^ 1 : (first ? i + half : i - half)];
-  float cosine = table[pair], sine = table[half + pair];
-  return head[i] * cosine + (first ? -partner : partner) * sine;
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
@@ -43,71 +31,15 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
   int head = blockIdx.y * WARPS + warp, total = heads + 2 * kv_heads;
   if (head >= total) return;
   const elem* in = qkv + ((size_t)token * total + head) * VX_HEAD;
-  float* row = staged[warp];
   bool is_query = head < heads, is_value = head >= heads + kv_heads;
   const float* norm = is_query ? q_norm : is_value ? nullptr : k_norm;
-
-  float ss = 0.f;
-  for (int i = lane * VX_VEC; i < VX_HEAD; i += 32 * VX_VEC) {
-    float v[VX_VEC];
-    load(v, in + i);
-#pragma unroll
-    for (int j = 0; j < VX_VEC; j++) ss += v[j] * v[j], row[i + j] = v[j];
-  }
-  if (norm && eps > 0.f) {
-    float scale = rsqrtf(warp_sum(ss) / VX_HEAD + eps);
-    for (int i = lane * VX_VEC; i < VX_HEAD; i += 32 * VX_VEC)
-#pragma unroll
-      for (int j = 0; j < VX_VEC; j++) row[i + j] *= scale * norm[i + j];
-  }
-  __syncwarp();
-
-  bool rotates = rope && !is_value;
-  const float* table = rotates ? rope + (size_t)positions[token] * rotary_dim : nullptr;
-  if (norm && eps < 0.f) {
-    float turned[(VX_HEAD + 31) / 32];
-    ss = 0.f;
-    for (int i = lane, n = 0; i < VX_HEAD; i += 32, n++) {
-      turned[n] = rotates ? rotated(row, table, i, rotary_dim, interleaved) : row[i];
-      ss += turned[n] * turned[n];
-    }
-    float scale = rsqrtf(warp_sum(ss) / VX_HEAD - eps);
-    __syncwarp();  // all lanes have read what they rotate
-    for (int i = lane, n = 0; i < VX_HEAD; i += 32, n++) row[i] = turned[n] * scale * norm[i];
-    __syncwarp();
-    rotates = false;
-  }
+  const float* table = rope && !is_value ? rope + (size_t)positions[token] * rotary_dim : nullptr;
   int slot = slots[token], kv_head = is_query ? 0 : (head - heads) % kv_heads;
-  size_t page_row = 0;
-  if (!is_query) {
-    if (slot < 0) return;
-    int page = slot >> page_shift, offset = slot & ((1 << page_shift) - 1);
-    page_row = (((size_t)page * kv_heads + kv_head) << page_shift) + offset;
-  }
-  elem* query_out = q + ((size_t)token * heads + head) * VX_HEAD;
-  kv_elem* pages_out = (is_value ? v_pages : k_pages) + page_row * VX_HEAD;
-  CodeScale code = {};
-#if VX_KV_SCALED
-  u32 top = 0;
-  for (int i = lane; i < VX_HEAD; i += 32) {
-    float v = rotates ? rotated(row, table, i, rotary_dim, interleaved) : row[i];
-    top = max(top, __float_as_uint(fabsf(v)));
-  }
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes >>= 1) top = max(top, __shfl_xor_sync(VX_ALL, top, lanes));
-  code = code_scale(top);
-  if (!is_query && lane == 0) (is_value ? v_scales : k_scales)[page_row] = code.scale;
-#endif
-  for (int i = lane * VX_VEC; i < VX_HEAD; i += 32 * VX_VEC) {
-    float v[VX_VEC];
-#pragma unroll
-    for (int j = 0; j < VX_VEC; j++)
-      v[j] = rotates ? rotated(row, table, i + j, rotary_dim, interleaved) : row[i + j];
-    if (is_query) {
-      store(query_out + i, v);
-    } else {
-      kv_write(pages_out + i, v, code);
-    }
-  }
+  if (!is_query && slot < 0) return;
+  int page = slot >> page_shift, offset = slot & ((1 << page_shift) - 1);
+  size_t line = is_query ? 0 : (((size_t)page * kv_heads + kv_head) << page_shift) + offset;
+  store_head<VX_VEC>(in, staged[warp], norm, {table, rotary_dim, interleaved, eps},
+                     is_query ? q + ((size_t)token * heads + head) * VX_HEAD : nullptr,
+                     (is_value ? v_pages : k_pages) + line * VX_HEAD, (is_value ? v_scales : k_scales) + line);
 }
 VX_EXPORT(kv_store)

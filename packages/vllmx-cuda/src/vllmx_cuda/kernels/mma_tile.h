@@ -1,5 +1,6 @@
-// The loop of products of few tokens with dense rows (linear_mma.cu, gated_mma.cu): a warp has a piece of K.
+// The loop of products of few tokens with dense rows: a warp has a piece of K.
 #pragma once
+#include "input_norm.h"
 #include "outputs.h"
 #include "vx.h"
 
@@ -32,9 +33,9 @@ VX_DEV void multiply(float (&sums)[2][VX_ROWS][4], const uint4 (&x)[VX_TILES], c
 
 // Sums of this block's warps, each over its piece of K, of rows of w and tokens that begin at these addresses:
 // in `part`, WARPS x TOKENS x (ROWS + PADDING). A lane reads of the ring only what it copied itself, so no barrier
-// stands between.
+// stands between. scales: those of `norm`, from token0 of m on.
 VX_DEV void sum_tile(const elem* (&rows)[VX_ROWS], const elem* (&tokens)[VX_TILES], uint4* ring, float* part,
-                     int k) {
+                     const Norm& norm, float (&scales)[TOKENS], int token0, int m, int k) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   int units = k / COLS, piece = blockIdx.z * WARPS + warp, shift = 31 - __clz(gridDim.z * WARPS);
   int unit = piece * units >> shift, end = (piece + 1) * units >> shift;
@@ -56,19 +57,33 @@ VX_DEV void sum_tile(const elem* (&rows)[VX_ROWS], const elem* (&tokens)[VX_TILE
     if (unit + s < end) copy(s, s * COLS);
     vx_cp_commit();
   }
+  vx_wait_for_predecessor();
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++)
     if (unit < end) next[t] = *reinterpret_cast<const uint4*>(tokens[t]);
+#if VX_NORM
+  const float* weights = norm.weight + unit * COLS + quarter * 8;
+  float weight[8], scale[VX_TILES];
+  norm_scales(scales, norm, token0, m, k);
+#pragma unroll
+  for (int t = 0; t < VX_TILES; t++) scale[t] = scales[group + 8 * t];
+#endif
   for (; unit < end; unit += IN_FLIGHT) {
 #pragma unroll
     for (int s = 0; s < IN_FLIGHT; s++) {
       if (unit + s >= end) break;
       if (unit + s + IN_FLIGHT - 1 < end) copy((s + IN_FLIGHT - 1) % IN_FLIGHT, (s + IN_FLIGHT - 1) * COLS);
       vx_cp_commit();
+#if VX_NORM
+      load(weight, weights + s * COLS);
+#endif
 #pragma unroll
       for (int t = 0; t < VX_TILES; t++) {
         x[t] = next[t];
         if (unit + s + 1 < end) next[t] = *reinterpret_cast<const uint4*>(tokens[t] + (s + 1) * COLS);
+#if VX_NORM
+        x[t] = normed(x[t], scale[t], weight);
+#endif
       }
       vx_cp_wait<IN_FLIGHT - 1>();
       multiply(sums, x, own + s * VX_ROWS * 32);
@@ -77,6 +92,9 @@ VX_DEV void sum_tile(const elem* (&rows)[VX_ROWS], const elem* (&tokens)[VX_TILE
     for (int r = 0; r < VX_ROWS; r++) rows[r] += IN_FLIGHT * COLS;
 #pragma unroll
     for (int t = 0; t < VX_TILES; t++) tokens[t] += IN_FLIGHT * COLS;
+#if VX_NORM
+    weights += IN_FLIGHT * COLS;
+#endif
   }
   vx_cp_wait<0>();  // groups of nothing
 #pragma unroll

@@ -2,6 +2,13 @@
 #pragma once
 #include "vx.h"
 
+#ifndef VX_GATED  // 1 + VX_ACT: the first half of a block's rows are gates of the second half
+#define VX_GATED 0
+#endif
+#if VX_GATED
+#define VX_ACT (VX_GATED - 1)
+#include "activation.h"
+#endif
 #ifndef VX_OUT
 #define VX_OUT 0
 #endif
@@ -61,39 +68,89 @@ VX_DEV bool arrives_last(u32* counter, int count, int* arrived) {
   return *arrived + 1 == count;
 }
 
+// What the outputs are added to, a residual (M, N) or null, which may lie where y does; and where the sums of
+// their squares over a block go, for the norm behind (input_norm.h): (M, gridDim.x) or null.
+struct Added {
+  const elem* residual;
+  float* squares;
+};
+
+// Stores an output of each thread of a warp, which are ROWS neighbours of a token; `inside`: it is one of y's.
+template <int ROWS>
+VX_DEV void store_output(out_elem* y, float sum, const float* bias, const Added& added, int token, int row,
+                         bool inside, int pitch) {
+  float square = 0.f;
+  if (inside) {
+    size_t at = (size_t)token * pitch + row;
+    if (bias) sum += bias[row];
+    // rounded twice, as by two launches
+    if (added.residual) sum = to_float(from_float<elem>(sum)) + to_float(added.residual[at]);
+    out_elem stored = from_float<out_elem>(sum);
+    y[at] = stored, square = to_float(stored) * to_float(stored);
+  }
+  if (!added.squares) return;
+#pragma unroll
+  for (int lanes = ROWS / 2; lanes > 0; lanes >>= 1) square += __shfl_xor_sync(VX_ALL, square, lanes);
+  if (inside && threadIdx.x % ROWS == 0) added.squares[(size_t)token * gridDim.x + blockIdx.x] = square;
+}
+
+#define PADDING 4  // writes of a warp hit all banks
+#if VX_GATED
+// y = act(gate) * up, to the bits of a product and gated_act: rows 0 .. ROWS / 2 of a block are gates from row0 of n
+// on, the others the rows n behind them; bias (2 n).
+template <int WARPS, int ROWS, int TOKENS>
+VX_DEV void store_gated(out_elem* y, const float* part, const float* bias, int token0, int row0, int m, int n,
+                        int pitch) {
+  constexpr int stride = ROWS + PADDING, half = ROWS / 2;
+  __syncthreads();
+  for (int i = threadIdx.x; i < half * TOKENS; i += 32 * WARPS) {
+    int row = i % half, token = i / half;
+    if (row0 + row >= n || token0 + token >= m) continue;
+    float sums[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = add_tree<WARPS>(part + token * stride + h * half + row, TOKENS * stride);
+      if (bias) sum += bias[h * n + row0 + row];
+      sums[h] = to_float(from_float<elem>(sum));  // as it would be stored
+    }
+    y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(activated(sums[0]) * sums[1]);
+  }
+}
+#endif
+
 // The sums of a block's warps, WARPS x TOKENS x (ROWS + PADDING) of shared memory, become elements of y from
 // (token0, row0) on; so do those of gridDim.z blocks. All are added in an order that neither m nor the grid
 // changes: of a block in a tree, then the last block of an output to arrive adds the blocks', out of `partial`
 // (gridDim.z, m, n). arrivals: one u32 for each (x, y) of the grid, 0 before and after; both are null with one
-// block.
-#define PADDING 4  // writes of a warp hit all banks
+// block. With VX_GATED: see store_gated.
 template <int WARPS, int ROWS, int TOKENS>
 VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float* partial, u32* arrivals,
-                        int* arrived, int token0, int row0, int m, int n, int pitch) {
+                        int* arrived, const Added& added, int token0, int row0, int m, int n, int pitch) {
+#if VX_GATED
+  return store_gated<WARPS, ROWS, TOKENS>(y, part, bias, token0, row0, m, n, pitch);
+#endif
   constexpr int stride = ROWS + PADDING;
   int splits = gridDim.z;
   __syncthreads();
   for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
     int row = i % ROWS, token = i / ROWS;
-    if (row0 + row >= n || token0 + token >= m) continue;
+    bool inside = row0 + row < n && token0 + token < m;
     float sum = add_tree<WARPS>(part + token * stride + row, TOKENS * stride);
-    if (splits > 1) {
+    if (splits == 1) {
+      store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, pitch);
+    } else if (inside) {
       partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
-    } else {
-      sum += bias ? bias[row0 + row] : 0.f;
-      y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
     }
   }
   if (splits == 1) return;
   if (!arrives_last(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits, arrived)) return;
   for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
     int row = i % ROWS, token = i / ROWS;
-    if (row0 + row >= n || token0 + token >= m) continue;
+    bool inside = row0 + row < n && token0 + token < m;
     const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
-    float sum = parts[0];
-    for (int s = 1; s < splits; s++) sum += parts[(size_t)s * m * n];
-    sum += bias ? bias[row0 + row] : 0.f;
-    y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
+    float sum = inside ? parts[0] : 0.f;
+    for (int s = 1; inside && s < splits; s++) sum += parts[(size_t)s * m * n];
+    store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, pitch);
   }
 }
 
@@ -101,8 +158,8 @@ VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float
 // of K. part: as store_parts wants it, of memory that nobody uses any more.
 template <int WARPS, int ROW_TILES, int TOKEN_TILES>
 VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TILES][4], float* part,
-                            const float* bias, float* partial, u32* arrivals, int* arrived, int token0,
-                            int row0, int m, int n, int pitch) {
+                            const float* bias, float* partial, u32* arrivals, int* arrived, const Added& added,
+                            int token0, int row0, int m, int n, int pitch) {
   constexpr int rows = 16 * ROW_TILES, tokens = 8 * TOKEN_TILES;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -113,5 +170,5 @@ VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TI
       for (int e = 0; e < 4; e++)
         part[(warp * tokens + 8 * t + 2 * (lane % 4) + e % 2) * (rows + PADDING) + 16 * r + lane / 4 + 8 * (e / 2)] =
             sums[r][t][e];
-  store_parts<WARPS, rows, tokens>(y, part, bias, partial, arrivals, arrived, token0, row0, m, n, pitch);
+  store_parts<WARPS, rows, tokens>(y, part, bias, partial, arrivals, arrived, added, token0, row0, m, n, pitch);
 }

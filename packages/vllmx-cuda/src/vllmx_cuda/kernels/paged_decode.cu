@@ -17,6 +17,7 @@
 //         context at a time, a lane VX_VEC of its D values, four tokens in flight.
 //         combine: (T, H), 128 threads.
 // Floor:  bytes: keys and values once for each tile of VX_GROUP query heads.
+//         A key and its value (head 128) cost a warp 74 instructions for one head, 120 for two, 166 for three (sm_90a).
 #include "attention.h"
 #include "kv_types.h"
 #include "vx.h"

@@ -1,5 +1,10 @@
-// paged_decode on tensor cores, for 16-bit elem and head sizes that 16 divides (above 128: 32): the
-// same arguments, the same items, joined by the same paged_combine.
+// Single query tokens on tensor cores, for 16-bit elem and head sizes that 16 divides (above 128: 32): the items of
+// paged_decode. The last block of a token to arrive joins its items' results, in their order; a token without items,
+// below the number of blocks, gets zeros.
+//
+// With VX_STORE 1 it does kv_store's work for tokens that are alone in their row: q is qkv (T, H + 2K, D), a block
+// normalises and rotates its query heads, and the one whose item has the token's own position first stores K and V.
+// Then VX_GROUP is H / K, and nobody else reads that position.
 //
 // Every key and value is read once for up to 16 query heads of its kv head, and a key costs a warp
 // some ten instructions whatever their number.
@@ -16,12 +21,24 @@
 // Grid:   (N, H / VX_GROUP), 128 threads: each of 4 warps has every fourth tile of 16 keys. VX_GROUP
 //         is 16 at most, 8 with heads above 192, where the sums would take all registers.
 // Floor:  bytes: keys and values once.
+//         A key and its value (head 128) cost a warp 29 instructions (sm_90a) for up to 8 heads, 41 for 16, 46 with
+//         8-bit pages. An H100's memory brings their 512 bytes to a processor in the time of 140 instructions, an H200's in
+//         that of 100.
 #include "attention.h"
 #include "kv_types.h"
+#include "outputs.h"
 #include "vx.h"
 
 #ifndef VX_HEAD
 #define VX_HEAD 128
+#endif
+#ifndef VX_STORE
+#define VX_STORE 0
+#endif
+#if VX_STORE
+#include "head_store.h"
+#define LANE_DIMS (VX_HEAD / 32)  // of a head
+#define STORE_VEC (LANE_DIMS % 2 || VX_HEAD < 64 ? 1 : LANE_DIMS % 4 ? 2 : LANE_DIMS % 8 ? 4 : 8)  // as of kv_store
 #endif
 #ifndef VX_GROUP
 #define VX_GROUP 4
@@ -157,15 +174,20 @@ VX_DEV void join(int base, const float (&o)[TILES][PAIRS][4], const float (&fact
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
-                 const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
-                 const float* __restrict__ v_scales, const int* __restrict__ items,
-                 const int* __restrict__ first_item, const int* __restrict__ positions,
-                 const int* __restrict__ block_table, const float* __restrict__ sinks,
-                 elem* __restrict__ out, float* __restrict__ partial, float* __restrict__ weights,
-                 int heads, int kv_heads, int table_stride, int page_shift, int window,
-                 float scale, float softcap) {
+paged_decode_mma(const elem* q, kv_elem* k_pages, kv_elem* v_pages, float* k_scales, float* v_scales,
+                 const int* __restrict__ items, const int* __restrict__ first_item,
+                 const int* __restrict__ positions, const int* __restrict__ block_table,
+                 const float* __restrict__ sinks, elem* out, float* partial, float* weights, u32* arrivals,
+                 const int* __restrict__ rope_rows, const float* __restrict__ q_norm,
+                 const float* __restrict__ k_norm, const float* __restrict__ rope, int tokens, int heads,
+                 int kv_heads, int table_stride, int page_shift, int window, float scale, float softcap,
+                 int rotary_dim, int interleaved, float eps) {
   VX_DYNAMIC_SHARED(memory);
+  __shared__ int arrived;
+  vx_wait_for_predecessor();
+  if ((int)blockIdx.x < tokens && first_item[blockIdx.x] == first_item[blockIdx.x + 1])
+    for (int i = threadIdx.x; i < VX_GROUP * VX_HEAD; i += 32 * WARPS)
+      out[((size_t)blockIdx.x * heads + blockIdx.y * VX_GROUP) * VX_HEAD + i] = from_float<elem>(0.f);
   const int4 item = reinterpret_cast<const int4*>(items)[blockIdx.x];
   int token = item.x, begin = item.z, end = item.w;
   if (token < 0) return;
@@ -181,7 +203,26 @@ paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages
   float* finals = sums + WARPS * VX_GROUP;                    // (VX_GROUP)
   float* outs = tops + 12 * VX_GROUP;                         // (WARPS, VX_GROUP, JOIN_STRIDE)
   uint4* queries = reinterpret_cast<uint4*>(outs);            // (TILES, PIECES, 32), before them
+#if VX_STORE
+  elem* rows = reinterpret_cast<elem*>(outs + max(WARPS * VX_GROUP * JOIN_STRIDE, TILES * PIECES * 128));
+  float* staged = reinterpret_cast<float*>(rows + VX_GROUP * VX_HEAD) + warp * VX_HEAD;
+  const elem* heads_in = q + (size_t)token * (heads + 2 * kv_heads) * VX_HEAD;
+  bool owns = item.z <= position && position < item.w;
+  const float* table = rope ? rope + (size_t)rope_rows[token] * rotary_dim : nullptr;
+  for (int h = warp; h < VX_GROUP + (owns ? 2 : 0); h += WARPS) {
+    bool is_query = h < VX_GROUP, is_value = h > VX_GROUP;
+    int head = is_query ? head0 + h : heads + (int)lines.kv_head + (is_value ? kv_heads : 0);
+    size_t line = is_query ? 0 : lines.of(position);
+    store_head<STORE_VEC>(heads_in + (size_t)head * VX_HEAD, staged, is_query ? q_norm : is_value ? nullptr : k_norm,
+                  {is_value ? nullptr : table, rotary_dim, interleaved, eps},
+                  is_query ? rows + h * VX_HEAD : nullptr, (is_value ? v_pages : k_pages) + line * VX_HEAD,
+                  (is_value ? v_scales : k_scales) + line);
+    __syncwarp();  // the next head comes to the same place
+  }
+  __syncthreads();
+#else
   const elem* rows = q + ((size_t)token * heads + head0) * VX_HEAD;
+#endif
   u32 kept[TILES][KEY_PAIRS] = {};
 #pragma unroll
   for (int t = 0; KEEP_QUERIES && t < TILES; t++)
@@ -264,7 +305,8 @@ paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages
     if (quarter == 0 && group + 8 * t < VX_GROUP) tops[at] = top[t], sums[at] = sum[t];
   }
   __syncthreads();
-  bool alone = first_item[token + 1] - first_item[token] == 1;
+  int first = first_item[token], count = first_item[token + 1] - first;
+  bool alone = count == 1;
   size_t row = (size_t)blockIdx.x * heads + head0;
   if (threadIdx.x < VX_GROUP) {
     float best = NOTHING, mass = 0.f;
@@ -293,5 +335,25 @@ paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages
   for (int c = 0; c < SLABS; c++) join<8>(64 * c, o, factor, outs, finals, answer, part);
   if (VX_HEAD % 64 >= 32) join<4>(64 * SLABS, o, factor, outs, finals, answer, part);
   if (VX_HEAD % 32) join<2>(VX_HEAD - 16, o, factor, outs, finals, answer, part);
+  if (alone || !arrives_last(arrivals + (size_t)token * gridDim.y + blockIdx.y, count, &arrived)) return;
+  const float* of_items = weights + 2 * ((size_t)first * heads + head0);
+  const float* parts = partial + ((size_t)first * heads + head0) * VX_HEAD;
+  if (threadIdx.x < VX_GROUP) {
+    float best = NOTHING, mass = 0.f;
+    for (int i = 0; i < count; i++) best = fmaxf(best, of_items[2 * (i * heads + threadIdx.x)]);
+    for (int i = 0; i < count; i++) {
+      const float* w = of_items + 2 * (i * heads + threadIdx.x);
+      mass += w[1] * exp2f(w[0] - best);
+    }
+    tops[threadIdx.x] = best, finals[threadIdx.x] = normaliser(sinks, head0 + threadIdx.x, best, mass);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < VX_GROUP * VX_HEAD; i += 32 * WARPS) {
+    int head = i / VX_HEAD;
+    float value = 0.f;
+    for (int n = 0; n < count; n++)
+      value += parts[(size_t)n * heads * VX_HEAD + i] * exp2f(of_items[2 * (n * heads + head)] - tops[head]);
+    answer[i] = from_float<elem>(value * finals[head]);
+  }
 }
 VX_EXPORT(paged_decode_mma)

@@ -8,6 +8,9 @@
 //         come by cp.async; keys and values have two stages each, the keys one step ahead of the
 //         values. One barrier a step.
 // Floor:  4 T C D H / 2 flop (causal); bytes: keys and values once for each tile.
+//         With heads of 128 a step of 128 keys is 2,048 cycles of the tensor cores. Its 610 instructions for each of 8
+//         warps are 1,220 cycles of four schedulers, the exponentials 1,024 of the MUFU. Maxima, scaling and the
+//         barrier, which nothing hides, should be some 500: 80 % of the floor.
 #include "attention.h"
 #include "vx_hopper.h"
 

@@ -143,6 +143,15 @@ VX_DEV uint4 vx_load_once(const void* p) {
   return r;
 }
 
+// For launches that may begin while the one before them runs (sm_90 on): until this wait, a thread touches nothing but
+// weights. From here on the launch behind may begin as well.
+VX_DEV void vx_wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // sum + the dot product of the four signed bytes of a and b
 VX_DEV int vx_dp4a(int a, int b, int sum) { return __dp4a(a, b, sum); }
 

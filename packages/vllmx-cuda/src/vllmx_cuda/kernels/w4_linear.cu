@@ -1,9 +1,10 @@
 // w4_linear:  y = x w^T + bias for up to 64 tokens, w as in w4_codes.h, on tensor cores; the codes are read once.
+//             With VX_GATED act(gate) * up, as of linear_mma; N is a multiple of 16.
 // experts_w4: the same with the matrix of one of X experts for each tile of tokens (expert_tiles.h).
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K); bias (N) of f32 or null; y of elem, or of f32 with VX_OUT
-//         1, (M, N) with rows `pitch` apart. K is a multiple of 32. A code minus its zero is exact in elem, so
-//         products are exact; scales meet the sums of 16, 32 or 64 products, in f32.
+//         1, (M, N) with rows `pitch` apart. K is a multiple of 32. residual, squares, norm: as of linear_mma.
+//         A code minus its zero is exact in elem, so products are exact; scales meet the sums of 16, 32 or 64 products, in f32.
 // Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
 //         pieces, one a warp. Each warp has a ring of tiles of its own, which cp.async fills STAGES ahead:
 //         32 KB of codes under way in a block, more than latency times bandwidth of an SM; nobody waits for
@@ -12,7 +13,11 @@
 //         arrivals: one u32 for each (x, y) of the grid, 0 before and after; null with one split. Of experts:
 //         w (X, N, K), N a multiple of 16, bias (X, N), y (positions, N), tiles for passes over tokens, one split.
 // Floor:  bytes of codes and records, once for each tile of tokens.
+//         The loop (sm_90a, VX_NORM 0) takes 113 instructions for 512 bytes with up to 8 tokens and one row of tiles,
+//         102 with 16 tokens and two: 26 to 28 cycles of four schedulers, where memory brings 512 bytes to a processor
+//         in 35 (H100) or 25 (H200). With 64 tokens it takes 332 and 64 HMMA: the tensor cores limit.
 #include "expert_tiles.h"
+#include "input_norm.h"
 #include "outputs.h"
 #include "w4_codes.h"
 
@@ -28,6 +33,8 @@
 #define WARPS 8
 #define ROWS (TILE_ROWS * VX_ROWS)
 #define TOKENS (8 * VX_TILES)
+// Row tile r of those of a block, from `first` of `count` on
+#define ROW_TILE(first, r, count) (VX_GATED ? (first) + (r) * (count) : min((first) + (r), (count) - 1))
 #define STAGES (32 / (VX_BITS * VX_ROWS) > 3 ? 32 / (VX_BITS * VX_ROWS) : 3)
 #define STEPS (4 / VX_FOLDS)  // of a tile's four that share a group
 #define CHUNKS (RECORD_BYTES / 16)
@@ -101,12 +108,12 @@ VX_DEV Source source_of(const u8* data, int row_tile, int row_tiles, int tiles, 
   size_t size = row_bytes(tiles, groups);
 #pragma unroll
   for (int r = 0; r < VX_ROWS; r++)
-    source.codes[r] = data + min(row_tile + r, row_tiles - 1) * size + lane * 16;
+    source.codes[r] = data + ROW_TILE(row_tile, r, row_tiles) * size + lane * 16;
 #pragma unroll
   for (int i = 0; i < RECORD_LOADS; i++) {
     int chunk = 32 * i + lane, row = chunk / (VX_FOLDS * CHUNKS);
     source.column[i] = row < VX_ROWS ? chunk / CHUNKS % VX_FOLDS * (TILE_COLS / VX_FOLDS) : -1;
-    source.records[i] = data + min(row_tile + row, row_tiles - 1) * size +
+    source.records[i] = data + ROW_TILE(row_tile, min(row, VX_ROWS - 1), row_tiles) * size +
                         (size_t)tiles * TILE_BYTES + chunk % CHUNKS * 16;
   }
   return source;
@@ -131,6 +138,16 @@ VX_DEV void fetch(u8* stage, const Source& source, int tile, int groups, int gro
                   source.records[i] + group * RECORD_BYTES, 16);
   }
 }
+
+#if VX_NORM
+// The weights of the norm for what `load_tokens` reads
+VX_DEV void load_weights(float (&v)[8], const float* weight) {
+  float first[4], second[4];
+  load(first, weight), load(second, weight + (VX_BITS == 6 ? 16 : 4));
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = first[i], v[i + 4] = second[i];
+}
+#endif
 
 // A lane's columns of a half of a tile
 VX_DEV uint4 load_tokens(const elem* x) {
@@ -200,15 +217,15 @@ VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int f
 
 // begin_of(t): where the row of x begins that token t reads. shared: the block's.
 template <class BeginOf>
-VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8* __restrict__ data,
-                          const float* __restrict__ bias, out_elem* __restrict__ y, float* partial,
-                          u32* arrivals, int* arrived, u8* shared, int token0, int m, int n, int k,
-                          int pitch, int group_shift) {
+VX_DEV void multiply_rows(const elem* x, BeginOf begin_of, const u8* __restrict__ data,
+                          const float* __restrict__ bias, out_elem* y, float* partial, u32* arrivals, int* arrived,
+                          const Added& added, const Norm& norm, float (&scales)[TOKENS], u8* shared, int token0,
+                          int m, int n, int k, int pitch, int group_shift) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4;
-  int row0 = blockIdx.x * ROWS, splits = gridDim.z;
+  int row0 = blockIdx.x * (VX_GATED ? TILE_ROWS : ROWS), splits = gridDim.z;
   int tiles = (k + TILE_COLS - 1) / TILE_COLS, row_tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
   int groups = ((k - 1) >> group_shift) + 1;
-  Source source = source_of(data, blockIdx.x * VX_ROWS, row_tiles, tiles, groups, lane);
+  Source source = source_of(data, row0 / TILE_ROWS, row_tiles, tiles, groups, lane);
   int piece = blockIdx.z * WARPS + warp, pieces = splits * WARPS;
   int tile = piece * tiles / pieces, end = (piece + 1) * tiles / pieces;
   const elem* tokens[VX_TILES];
@@ -226,6 +243,10 @@ VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8
   // m is not negative, which the compiler cannot know: it would make the constants anew for each use
   Masks masks = {0x000f000fu ^ (u32)(m < 0), 0x00300030u ^ (u32)(m < 0)};
   u8 *stage = ring, *empty = ring_end - STAGE_BYTES;
+  vx_wait_for_predecessor();
+#if VX_NORM
+  norm_scales(scales, norm, token0, m, k);
+#endif
   for (; tile < end; tile++) {
     uint4 b[VX_TILES][2];
 #pragma unroll
@@ -235,6 +256,16 @@ VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8
                                                  : make_uint4(0, 0, 0, 0);
       tokens[t] += TILE_COLS;
     }
+#if VX_NORM
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float weight[8];
+      int column = tile * TILE_COLS + half * HALF_COLS;
+      load_weights(weight, norm.weight + (column < k ? column : 0) + quarter * LANE_COLS);
+#pragma unroll
+      for (int t = 0; t < VX_TILES; t++) b[t][half] = normed(b[t][half], scales[8 * t + lane / 4], weight);
+    }
+#endif
     vx_cp_wait<STAGES - 2>();
     __syncwarp();  // the records are other lanes' copies; and the stage to fill has been read
     if (tile + STAGES - 1 < end) fetch(empty, source, tile + STAGES - 1, groups, group_shift, lane);
@@ -247,33 +278,36 @@ VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8
 
   vx_cp_wait<0>();
   __syncthreads();  // the rings end
-  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, arrived,
-                         token0, row0, m, n, pitch);
+  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, arrived, added, token0,
+                         row0, m, n, pitch);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
-w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
-          out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch,
-          int group_shift) {
+w4_linear(const elem* x, const u8* __restrict__ data, const float* __restrict__ bias, out_elem* y, float* partial,
+          u32* arrivals, int m, int n, int k, int pitch, int group_shift, const elem* residual, float* squares,
+          const float* __restrict__ norm, const float* norm_squares, int num_squares, float eps) {
   VX_DYNAMIC_SHARED(shared);
+  __shared__ float scales[TOKENS];
   __shared__ int arrived;
-  multiply_rows(x, OwnRow{k}, data, bias, y, partial, arrivals, &arrived, shared, blockIdx.y * TOKENS, m, n, k,
-                pitch, group_shift);
+  multiply_rows(x, OwnRow{k}, data, bias, y, partial, arrivals, &arrived, {residual, squares},
+                {norm, norm_squares, num_squares, eps}, scales, shared, blockIdx.y * TOKENS, m, n, k, pitch,
+                group_shift);
 }
 VX_EXPORT(w4_linear)
 
-#if VX_TILES <= 4 && VX_BITS != 6 && VX_ZERO != 2  // what experts have
+#if !VX_NORM && !VX_GATED && VX_TILES <= 4 && VX_BITS != 6 && VX_ZERO != 2  // what experts have
 extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
 experts_w4(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
            const int* __restrict__ order, const int* __restrict__ tiles, out_elem* __restrict__ y, int share,
            int n, int k, int group_shift) {
   VX_DYNAMIC_SHARED(shared);
+  __shared__ float scales[TOKENS];
   ExpertTile tile = tile_of(tiles, blockIdx.y);
   if (tile.count == 0) return;
   size_t size = row_bytes((k + TILE_COLS - 1) / TILE_COLS, ((k - 1) >> group_shift) + 1);
   multiply_rows(x, RowOfSlot{order, tile.first, share, k}, data + (size_t)tile.expert * (n / TILE_ROWS) * size,
                 bias ? bias + (size_t)tile.expert * n : nullptr, y + (size_t)tile.first * n, nullptr, nullptr,
-                nullptr, shared, 0, tile.count, n, k, n, group_shift);
+                nullptr, {}, {}, scales, shared, 0, tile.count, n, k, n, group_shift);
 }
 VX_EXPORT(experts_w4)
 #endif

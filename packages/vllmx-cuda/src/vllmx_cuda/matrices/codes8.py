@@ -12,7 +12,7 @@ finer.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -197,19 +197,24 @@ class Codes8:
             library = usually and not (by_blocks and by_blocks.is_own)
             few = FEW_MMA_ROWS if library else OWN_TOKENS
         else:
-            as_they_are = self._by_gemv(launcher, segment, operands)
+            as_they_are = SegmentProduct(self._by_gemv(launcher, segment, operands))
             few = FEW_ROWS if usually else FEW_PLAIN_ROWS
 
         def enqueue(m: int) -> None:
             if m <= few:
-                as_they_are(m)
+                as_they_are.enqueue(m)
             elif usually and coded(m):
                 by_codes(m)
             else:
                 by_values(m)
 
         of_x = X_CODES if in_blocks else ActivationCodes(self.code, self.x_scale)
-        return SegmentProduct(enqueue, of_x if usually else None, lambda m: m > few and coded(m))
+        return replace(
+            as_they_are,
+            enqueue=enqueue,
+            codes=of_x if usually else None,
+            wants_codes=lambda m: m > few and coded(m),
+        )
 
     def meets_tensor_cores(self, cols: int, target: Target) -> bool:
         """codes8_mma has no other codes, and groups of columns that are whole tiles of its."""
@@ -218,18 +223,16 @@ class Codes8:
         )
         return self.code == "f8e4m3" and whole and has_tensor_cores(target.dtype, target.arch)
 
-    def _by_mma(
-        self, launcher: Launcher, segment: Segment, operands: Operands
-    ) -> Callable[[int], None]:
+    def _by_mma(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
         scales, shift = self.scales(segment), self.group_shift(cols)
         counters = segment.data.at(self._counters_at(rows, cols))
 
         def variant(tokens: int) -> Variant:
             tiles = token_tiles(tokens, ZERO_MIDDLE, 1, launcher.target.arch)
-            return launcher.variant(
-                "codes8_mma", VX_TILES=tiles, VX_ROWS=row_tiles(tokens), VX_OUT=out
-            )
+            rows = 2 if operands.gate else row_tiles(tokens)
+            options = {"VX_TILES": tiles, "VX_ROWS": rows, "VX_OUT": out}
+            return launcher.variant("codes8_mma", **options, **operands.options)
 
         matrix, layout = (segment.data, scales), (self.block_rows, shift)
         return split_product(launcher, segment, operands, counters, variant, matrix, layout)

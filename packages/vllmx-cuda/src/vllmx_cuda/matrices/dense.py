@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from vllmx_core.plan import F32
@@ -15,12 +15,14 @@ from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
 from vllmx_cuda.kernel_specs.linear import (
     GEMV_TOKENS,
     MMA_K,
+    MMA_OUTPUTS,
     MMA_TILES,
     MMA_TOKENS,
     SPLIT_BLOCKS,
     row_tiles,
     splits,
 )
+from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.matrices.form import (
     Gather,
     Launcher,
@@ -61,14 +63,15 @@ class Dense:
     def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         """Own kernels for few rows."""
         n, k, scratch = segment.rows, segment.cols, launcher.products
+        processors = launcher.device.info.num_processors
         chosen = skinny_kernels(
-            self.dtype,
-            n,
-            k,
-            operands.out_dtype,
-            launcher.target.arch,
-            launcher.device.info.num_processors,
+            self.dtype, n, k, operands.out_dtype, launcher.target.arch, processors
         )
+        by_mma = bool(chosen) and chosen[1].splits > 0
+        if by_mma:
+            options = operands.options | ({"VX_ROWS": 2} if operands.gate else {})
+            chosen = {m: replace(c, options={**c.options, **options}) for m, c in chosen.items()}
+        outputs = n // 2 if operands.gate else n
         kernels = {m: launcher.variant(c.entry, **c.options) for m, c in chosen.items()}
 
         def enqueue(m: int) -> None:
@@ -76,7 +79,7 @@ class Dense:
             if kernel is None:
                 multiply_dense(launcher.device, m, n, k, self.dtype, segment.data, operands)
                 return
-            parts, sizes = chosen[m].splits, {"tokens": m, "outputs": n}
+            parts, sizes = chosen[m].splits, {"tokens": m, "outputs": outputs}
             shared: tuple[Memory | None, ...] = ()
             if parts:
                 sizes |= {"width": k, "splits": parts}
@@ -88,13 +91,16 @@ class Dense:
                 operands.y,
                 *shared,
                 m,
-                n,
+                outputs,
                 k,
                 operands.pitch,
+                *(operands.fused(m) if parts else ()),
             )
             launcher.device.launch(kernel, sizes, arguments)
 
-        return SegmentProduct(enqueue)
+        blocks = ceil_div(n, MMA_OUTPUTS * row_tiles(n, processors))
+        gates = by_mma and chosen[1].splits == 1
+        return SegmentProduct(enqueue, blocks=(lambda m: blocks) if by_mma else None, gates=gates)
 
     def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
         kernel = launcher.variant("gather_rows", VX_VEC=vector_width(segment.cols))

@@ -74,6 +74,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class InputNorm:
+    """An RMS norm that a product takes of its x."""
+
+    weight: Memory | None  # (cols,) float32
+    squares: Memory  # (m, count(m)) float32: parts of the sums of the squares of each row
+    count: Callable[[int], int]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Operands:
     """The operands of the product of a segment: its columns of y (m, pitch), and of the matrix's
     bias."""
@@ -85,6 +95,25 @@ class Operands:
     out_dtype: str
     bias: Memory | None = None  # (rows,) float32
     rounded_bias: Memory | None = None  # (rows,) in out_dtype
+    residual: Memory | None = None
+    """Added to y; may be y. This, `squares` and `norm` are for at most `FUSED_TOKENS` rows, of
+    products that have `blocks`."""
+    squares: Memory | None = None  # (m, blocks) float32, of y
+    norm: InputNorm | None = None
+    gate: int = 0
+    """VX_GATED: y (m, rows / 2) is act(gate) * up, for at most `FUSED_TOKENS` rows too."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """`FUSIONS` of a kernel."""
+        return {"VX_NORM": int(self.norm is not None), "VX_GATED": self.gate}
+
+    def fused(self, m: int) -> tuple[Memory | int | float | None, ...]:
+        """The arguments `FUSED` of a kernel."""
+        if self.norm is None:
+            return self.residual, self.squares, None, None, 0, 0.0
+        norm = self.norm
+        return self.residual, self.squares, norm.weight, norm.squares, norm.count(m), norm.eps
 
 
 class Launcher(Protocol):
@@ -133,6 +162,11 @@ class SegmentProduct:
     """x as these is in the scratch when it is asked for as many rows as `wants_codes` says yes
     to."""
     wants_codes: Callable[[int], bool] = lambda _: True
+    blocks: Callable[[int], int] | None = None
+    """The parts in which it leaves the squares of each of so many rows of y; None: it knows neither
+    residuals nor norms."""
+    gates: bool = False
+    """True if it has `Operands.gate`."""
 
 
 Gather = Callable[[Memory, int], None]

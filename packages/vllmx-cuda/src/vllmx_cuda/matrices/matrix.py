@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.matrices.activations import QUANTISERS
@@ -26,6 +27,15 @@ class MatrixProduct:
     segments: tuple[SegmentProduct, ...]
     quantise: Mapping[ActivationCodes, Callable[[int], None]]
     """The codes that segments may want -> what writes x as these into the scratch."""
+
+    @property
+    def alone(self) -> SegmentProduct | None:
+        """The only segment, which a residual and a gate need."""
+        return self.segments[0] if len(self.segments) == 1 else None
+
+    @property
+    def takes_norms(self) -> bool:
+        return all(segment.blocks for segment in self.segments)
 
     def codes(self, m: int) -> ActivationCodes | None:
         """The codes that all segments want m rows of x in; None: they differ."""
@@ -57,9 +67,15 @@ class Matrix:
         """Equal for matrices whose products are alike, such as those of other layers."""
         return (self.cols, self.bias is None, *((type(s.form), s.rows) for s in self.segments))
 
-    def product(self, launcher: Launcher, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
-        """x (m, cols) @ matrix.T + bias into y (m, rows)."""
-        whole = Operands(x, y, self.rows, out_dtype, self.bias, self.rounded_bias)
+    def product(
+        self, launcher: Launcher, x: Memory, y: Memory, out_dtype: str, **fused: Any
+    ) -> MatrixProduct:
+        """x (m, cols) @ matrix.T + bias into y (m, rows).
+
+        Args:
+            fused: the fields of `Operands` for it."""
+        pitch = self.rows // 2 if fused.get("gate") else self.rows
+        whole = Operands(x, y, pitch, out_dtype, self.bias, self.rounded_bias, **fused)
         products = []
         for s in self.segments:
             operands = columns(whole, s.begin, s.rows, ITEM_BYTES[out_dtype])

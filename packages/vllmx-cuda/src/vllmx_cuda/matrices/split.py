@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.kernel_specs.w4 import TILES, TOKENS, arrival_count, splits
-from vllmx_cuda.matrices.form import Launcher, Operands, Segment
+from vllmx_cuda.kernel_specs.types import FUSED_TOKENS, ceil_div
+from vllmx_cuda.kernel_specs.w4 import TILE_ROWS, TILES, TOKENS, arrival_count, splits
+from vllmx_cuda.matrices.form import Launcher, Operands, Segment, SegmentProduct
 from vllmx_cuda.matrices.products import work_bytes
 
 OWN_TOKENS = 2 * TOKENS
@@ -29,7 +30,7 @@ def split_product(
     variant: Callable[[int], Variant],
     matrix: tuple[Memory, ...],
     layout: tuple[int, ...],
-) -> Callable[[int], None]:
+) -> SegmentProduct:
     """The product for at most `OWN_TOKENS` rows.
 
     Args:
@@ -37,14 +38,20 @@ def split_product(
         matrix, layout: its arguments before the bias and after the pitch.
     """
     n, k = segment.rows, segment.cols
+    outputs = n // 2 if operands.gate else n
     parts = splits(n, k, launcher.device.info.num_processors)
     sums = parts * OWN_TOKENS * n * 4 if parts > 1 else 0
     assert sums <= work_bytes(n, k, launcher.target.dtype), (n, k, parts)
     shared = (launcher.products.work, counters) if parts > 1 else (None, None)
-    kernels = {tokens: variant(tokens) for tokens in (1, 2, *(8 * tiles for tiles in TILES))}
+    fuses = operands.norm is not None or operands.gate
+    most = FUSED_TOKENS if fuses else TOKENS
+    counts = (1, 2, *(8 * tiles for tiles in TILES))
+    kernels = {tokens: variant(tokens) for tokens in counts if tokens <= most}
+
+    def chosen(m: int) -> Variant:
+        return kernels[next((tokens for tokens in kernels if tokens >= m), most)]
 
     def multiply(m: int) -> None:
-        kernel = kernels[next((tokens for tokens in kernels if tokens >= m), TOKENS)]
         arguments = (
             operands.x,
             *matrix,
@@ -52,12 +59,17 @@ def split_product(
             operands.y,
             *shared,
             m,
-            n,
+            outputs,
             k,
             operands.pitch,
             *layout,
+            *operands.fused(m),
         )
-        sizes = {"tokens": m, "outputs": n, "width": k, "splits": parts}
-        launcher.device.launch(kernel, sizes, arguments)
+        sizes = {"tokens": m, "outputs": outputs, "width": k, "splits": parts}
+        launcher.device.launch(chosen(m), sizes, arguments)
 
-    return multiply
+    def blocks(m: int) -> int:
+        return ceil_div(n, TILE_ROWS * dict(chosen(m).options)["VX_ROWS"])
+
+    gates = parts == 1 and n % (2 * TILE_ROWS) == 0
+    return SegmentProduct(multiply, blocks=blocks, gates=gates)

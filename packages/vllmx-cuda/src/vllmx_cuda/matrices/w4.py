@@ -113,18 +113,20 @@ class W4:
         segment = replace(segment, cols=self.packing.width(segment.cols))
         by_cublas = by_pieces(launcher, segment, operands, self._dequantise(launcher, segment))
         if not has_tensor_cores(self.dtype, launcher.target.arch):
-            own, most = by_cublas, 0
+            own, most = SegmentProduct(by_cublas), 0
         else:
             own, most = self._own(launcher, segment, operands), OWN_TOKENS
 
         def enqueue(m: int) -> None:
             order(m)
             if m <= most:
-                own(m)
+                own.enqueue(m)
             else:
                 by_cublas(m)
 
-        return SegmentProduct(enqueue)
+        if self.packing.order:  # a norm's weights are not in it
+            return SegmentProduct(enqueue)
+        return replace(own, enqueue=enqueue)
 
     def _ordered(
         self, launcher: Launcher, segment: Segment, operands: Operands
@@ -154,9 +156,7 @@ class W4:
 
         return dequantise
 
-    def _own(
-        self, launcher: Launcher, segment: Segment, operands: Operands
-    ) -> Callable[[int], None]:
+    def _own(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         n, out = segment.rows, int(operands.out_dtype == "f32")
         counters = segment.data.at(self._tail(n, segment.cols), counter_bytes(n))
         in_tile = folds(self.packing.group_shift)
@@ -166,9 +166,10 @@ class W4:
             return launcher.variant(
                 "w4_linear",
                 VX_TILES=tiles,
-                VX_ROWS=row_tiles(tokens),
+                VX_ROWS=2 if operands.gate else row_tiles(tokens),
                 VX_FOLDS=in_tile,
                 VX_OUT=out,
+                **operands.options,
                 **self.packing.options,
             )
 

@@ -6,11 +6,9 @@ token is a page of one, and the block table of a row is the numbers of its token
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.segment_attention import SegmentAttention
 
@@ -64,16 +62,6 @@ class PrefillKernel:
     """Query tokens of a tile, at most."""
     spans: bool = True
     """True if it accepts the last position that each token sees."""
-
-
-def wants_wgmma() -> bool:
-    """Reads `WGMMA_SWITCH`. Raises ConfigError for values other than 0 and 1."""
-    value = os.environ.get(WGMMA_SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError(
-            f"{WGMMA_SWITCH}={value}: set it to 1 or 0, or leave it out", param=WGMMA_SWITCH
-        )
-    return value == "1"
 
 
 def prefill_kernel(
@@ -157,14 +145,18 @@ def segment_attention(op: SegmentAttention, to: Lowering) -> Enqueue:
 
 
 def _launches(layer: Layer, to: Lowering) -> Enqueue:
-    """Items first: where tokens have none, their combination writes zeros, and tiles then the
-    answers."""
+    """Items first: they write zeros for tokens that have none, and tiles then the answers. Steps
+    whose rows have a token each store keys and values in the same launch."""
     store, decode = _store(layer, to), _decode(layer, to)
+    whole = _decode(layer, to, stores=True) if _can_store(layer, to) else None
     arch = to.device.info.arch
     kernel = prefill_kernel(layer.spec, to.dtype, layer.kv, arch, wgmma=to.wgmma)
     prefill = _prefill(layer, to, kernel) if kernel else None
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        if whole is not None and sizes.rows == sizes.tokens and not any(sizes.tiles):
+            whole(sizes, step)
+            return
         store(sizes, step)
         if sizes.items:
             decode(sizes, step)
@@ -174,12 +166,31 @@ def _launches(layer: Layer, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _store(layer: Layer, to: Lowering) -> Enqueue:
-    spec, op, pages = layer.spec, layer.op, layer.pages
+def _can_store(layer: Layer, to: Lowering) -> bool:
+    """True if paged_decode_mma can store a token's key and value: one block has both."""
+    spec = layer.spec
+    group = spec.num_heads // spec.num_kv_heads
+    able = decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch)
+    own = layer.segments is None and not spec.shared and not spec.spans
+    return to.fused and able and own and decode_group(group, spec.head_size) == group
+
+
+def _vectors(layer: Layer, to: Lowering) -> tuple[Memory | None, Memory | None, Memory | None]:
+    """Norms of queries and keys, and the table of rotations."""
+    op, axes = layer.op, layer.op.spec.rope_axes
     q_norm, k_norm = (op.q_norm, op.k_norm) if isinstance(op, Attention) else (None, None)
-    axes = op.spec.rope_axes
     rope = to.turned(op.rope, axes) if op.rope and axes else to.vector(op.rope)
-    qkv, vectors = to.place(op.qkv), (to.vector(q_norm), to.vector(k_norm), rope)
+    return to.vector(q_norm), to.vector(k_norm), rope
+
+
+def _rope_rows(layer: Layer, step: StepMemory) -> Memory:
+    """The row of each token in the table of rotations."""
+    return step.arrays[TurnedRows()] if layer.op.spec.rope_axes else step.positions
+
+
+def _store(layer: Layer, to: Lowering) -> Enqueue:
+    spec, pages, qkv = layer.spec, layer.pages, to.place(layer.op.qkv)
+    vectors = _vectors(layer, to)
     kernel = to.variant(
         "kv_store", VX_HEAD=spec.head_size, VX_KV=layer.kv, VX_VEC=store_vector(spec.head_size)
     )
@@ -198,7 +209,7 @@ def _store(layer: Layer, to: Lowering) -> Enqueue:
             {"tokens": sizes.tokens, **heads},
             (
                 qkv,
-                step.arrays[TurnedRows()] if axes else step.positions,
+                _rope_rows(layer, step),
                 layer.rows(step).slots,
                 *vectors,
                 to.scratch.queries,
@@ -213,22 +224,25 @@ def _store(layer: Layer, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _decode(layer: Layer, to: Lowering) -> Enqueue:
+def _decode(layer: Layer, to: Lowering, *, stores: bool = False) -> Enqueue:
+    """
+    Args:
+        stores: True if it does the work of kv_store, on tensor cores.
+    """
     spec, pages, scratch, seen = layer.spec, layer.pages, to.scratch, layer.visibility
     y, sinks = to.place(layer.op.out), _sinks(layer, to)
-    options = {
-        "VX_HEAD": spec.head_size,
-        "VX_KV": layer.kv,
-        "VX_VEC": decode_vector(spec.head_size),
-        "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads, spec.head_size),
-    }
-    combine = to.variant("paged_combine", **options)
-    if decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch):
+    head = {"VX_HEAD": spec.head_size, "VX_KV": layer.kv}
+    by_mma = decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch)
+    if by_mma:
         group = decode_group(spec.num_heads // spec.num_kv_heads, spec.head_size)
-        options = {"VX_HEAD": spec.head_size, "VX_KV": layer.kv, "VX_GROUP": group}
-        decode = to.variant("paged_decode_mma", **options)
+        decode = to.variant("paged_decode_mma", **head, VX_GROUP=group, VX_STORE=int(stores))
     else:
-        decode = to.variant("paged_decode", **options)
+        group = group_tile(spec.num_heads // spec.num_kv_heads, spec.head_size)
+        options = {**head, "VX_VEC": decode_vector(spec.head_size), "VX_GROUP": group}
+        decode, combine = (to.variant(e, **options) for e in ("paged_decode", "paged_combine"))
+    q = to.place(layer.op.qkv) if stores else scratch.queries
+    vectors = _vectors(layer, to) if stores else (None, None, None)
+    turn = (spec.rotary_dim, int(spec.interleaved), spec.eps)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
     # items keep to the window, which reaches back alone where tokens see what comes behind them
     window = 0 if spec.spans else spec.reach
@@ -236,11 +250,15 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         items, first_item, rows = step.items[seen], step.first_item[seen], layer.rows(step)
+        joins: tuple[Memory | int | None, ...] = ()
+        if by_mma:
+            rope_rows = _rope_rows(layer, step) if stores else None
+            joins = scratch.arrivals, rope_rows, *vectors, sizes.tokens
         to.device.launch(
             decode,
             {"items": sizes.items, **heads},
             (
-                scratch.queries,
+                q,
                 pages.k,
                 pages.v,
                 pages.k_scales,
@@ -253,11 +271,15 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
                 y,
                 scratch.partial,
                 scratch.weights,
+                *joins,
                 *heads.values(),
                 rows.stride,
                 *values,
+                *(turn if by_mma else ()),
             ),
         )
+        if by_mma:
+            return
         to.device.launch(
             combine,
             {"tokens": sizes.tokens, "heads": spec.num_heads},

@@ -10,7 +10,7 @@ from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.experts import CODED_TILES
 from vllmx_cuda.kernel_specs.linear import MMA_TILES, row_tiles
-from vllmx_cuda.kernel_specs.types import ceil_div
+from vllmx_cuda.kernel_specs.types import PLAIN, ceil_div
 from vllmx_cuda.kernel_specs.w4 import ROW_TILES, TILE_ROWS, folds
 from vllmx_cuda.matrices.codes8 import Codes8
 from vllmx_cuda.matrices.gguf import GgufBlocks
@@ -112,11 +112,11 @@ def expert_product(
     form, shape = segment.form, (stack.bias, share, rows, stack.cols)
     if isinstance(form, W4):
         shift = form.packing.group_shift
-        more = {**form.packing.options, "VX_FOLDS": folds(shift), "VX_OUT": out}
+        more = {**form.packing.options, "VX_FOLDS": folds(shift), "VX_OUT": out, **PLAIN}
         kernels = _coded_kernels(to, "experts_w4", rows, share, more)
         return Product(kernels, (segment.data,), *shape, (shift,))
     if isinstance(form, Codes8):
-        kernels = _coded_kernels(to, "experts_codes8", rows, share, {"VX_OUT": out})
+        kernels = _coded_kernels(to, "experts_codes8", rows, share, {"VX_OUT": out, **PLAIN})
         weights = segment.data, form.scales(segment)
         return Product(kernels, weights, *shape, (form.block_rows, form.group_shift(stack.cols)))
     if isinstance(form, GgufBlocks):

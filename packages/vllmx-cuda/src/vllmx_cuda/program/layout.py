@@ -22,10 +22,13 @@ from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.kernel_specs.attention import KV_ELEM, mma_group
+from vllmx_cuda.kernel_specs.linear import MMA_OUTPUTS
+from vllmx_cuda.kernel_specs.types import FUSED_TOKENS, ceil_div
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.attention_ops import prefill_kernel
 from vllmx_cuda.program.expert_ops import Spaces
+from vllmx_cuda.program.fused_ops import NormedProduct, parts_of
 from vllmx_cuda.program.indexer_ops import SCORED_TOKENS, stride_of
 from vllmx_cuda.program.lowering import Rotation, Scratch
 from vllmx_cuda.program.rank_ops import combined_bytes
@@ -53,6 +56,8 @@ class StepLayout:
     own_ids: int
     scores: int
     gathered: int
+    squares: int
+    arrivals: int
     products: ScratchBytes
 
     @property
@@ -74,10 +79,13 @@ class StepLayout:
             self.own_ids,
             self.scores,
             self.gathered,
+            self.squares,
+            self.arrivals,
         )
 
     def scratch(self, device: Device) -> Scratch:
-        return Scratch(*map(device.empty, self._scratch))
+        *others, arrivals = self._scratch
+        return Scratch(*[*map(device.empty, others), device.zeros(arrivals)])
 
     def product_scratch(self, device: Device) -> ProductScratch:
         need = self.products
@@ -113,6 +121,7 @@ def lay_out(
     head_counts = [*(spec.num_heads for spec in specs), *(spec.num_heads for spec in latents)]
     heads = max(head_counts, default=0)
     kept = (op.spec for op in ops if isinstance(op, SegmentAttention))
+    residuals = [op.norm.total.width for op in ops if isinstance(op, NormedProduct)]
     head_inputs = [op.x.width for op in ops if isinstance(op, Head)]
     return StepLayout(
         plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
@@ -131,6 +140,8 @@ def lay_out(
         own_ids=4 * max_rows["T"] * any(isinstance(op, VocabEmbedding) for op in ops),
         scores=max((4 * SCORED_TOKENS * stride_of(op) for op in indexers), default=0),
         gathered=max((gathered(op) for op in ops), default=0),
+        squares=4 * FUSED_TOKENS * ceil_div(max(residuals, default=0), MMA_OUTPUTS),
+        arrivals=4 * max_rows["T"] * max((spec.num_heads for spec in specs), default=0),
         products=products,
     )
 
@@ -166,7 +177,8 @@ def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
     last = last_reads(ops)
     return {
         op.total: op.residual
-        for index, op in enumerate(ops)
+        for index, joined in enumerate(ops)
+        for op in parts_of(joined)
         if isinstance(op, AddRmsNorm) and op.x is not op.residual and last[op.residual] == index
     }
 

@@ -6,6 +6,8 @@ lengths: that is what makes a step of one size capturable.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
@@ -57,7 +59,13 @@ from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.program.attention_ops import attention, can_attend, segment_attention
 from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
-from vllmx_cuda.program.gated_ops import GatedProduct, gated_product
+from vllmx_cuda.program.fused_ops import (
+    GatedProduct,
+    NormedProduct,
+    gated_product,
+    normed_product,
+    parts_of,
+)
 from vllmx_cuda.program.image_ops import keep, merge, mix, patches, place, turn
 from vllmx_cuda.program.indexer_ops import can_index, indexer
 from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
@@ -75,7 +83,8 @@ from vllmx_cuda.program.step_arrays import FirstTokens, StepSizes, table_rows
 def lower(steps: OpList, to: Lowering) -> list[Enqueue]:
     """Launches of the rotations with axes, each once, then of the ops in order. A norm read only by
     the linear right behind it may write that linear's codes."""
-    for norm, following in read_at_once(steps):
+    flat = replace(steps, ops=tuple(part for op in steps.ops for part in parts_of(op)))
+    for norm, following in read_at_once(flat):
         if not isinstance(norm, RmsNorm | AddRmsNorm):
             continue
         if isinstance(following, Linear | GatedProduct):
@@ -245,8 +254,18 @@ def _gated_act(op: GatedAct, to: Lowering) -> Enqueue:
 
 @OPS.add(GatedProduct)
 def _gated_product(op: GatedProduct, to: Lowering) -> Enqueue:
-    act = GatedAct(op.out, op.kind, op.gated)
-    return gated_product(op, to, _product(op, to), _gated_act(act, to))
+    return gated_product(op, to, _product(op, to), _act_of(op, to))
+
+
+@OPS.add(NormedProduct)
+def _normed_product(op: NormedProduct, to: Lowering) -> Enqueue:
+    parts = [OPS(op.first, to), OPS(op.norm, to), _product(op.second, to)]
+    act = _act_of(op.second, to) if isinstance(op.second, GatedProduct) else None
+    return normed_product(op, to, parts if act is None else [*parts, act], act)
+
+
+def _act_of(op: GatedProduct, to: Lowering) -> Enqueue:
+    return _gated_act(GatedAct(op.out, op.kind, op.gated), to)
 
 
 @OPS.add(Act)

@@ -44,6 +44,8 @@ class Lowering:
     """The most tokens of a step."""
     wgmma: bool = False
     """True if paged_prefill_wgmma runs the prompts that it supports."""
+    fused: bool = True
+    """True if attention of single tokens stores their keys and values."""
     variants: list[Variant] = field(default_factory=list)
     """Every kernel that the launches use."""
     features: Sequence[Memory] = ()
@@ -132,6 +134,8 @@ class Scratch:
     own_ids: Memory  # (T,) int32, of tokens in a rank's table
     scores: Memory  # (SCORED_TOKENS, positions) float32, of an indexer
     gathered: Memory  # (L, V) of all ranks, or what they send this one of (T, E) and its sums
+    squares: Memory  # (FUSED_TOKENS, blocks) float32, of a residual
+    arrivals: Memory  # (T, H) u32, zeros: what paged_decode_mma counts its items by
 
 
 Rotation = tuple[WeightRef, tuple[int, ...]]

@@ -26,13 +26,13 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.buckets import bucket_sizes, draft_sizes
+from vllmx_cuda.device.buckets import bucket_sizes, mixed_sizes
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.program.expert_ops import expert_stacks
-from vllmx_cuda.program.gated_ops import join_gates
+from vllmx_cuda.program.fused_ops import join_products
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
@@ -48,6 +48,8 @@ logger = logging.getLogger("vllmx.cuda")
 
 ROW_MULTIPLE = 4
 """Some products want whole fours of rows; the rest is padding."""
+LOGIT_COUNTS = 2
+"""Numbers of logit rows that a step with prompts or drafts is captured for."""
 GRAPH_BYTES = 2 << 20
 """Kept free for each captured graph."""
 
@@ -67,8 +69,8 @@ class LoadSizes:
     buckets: tuple[int, ...]
     """Batch sizes of decode steps that are captured, or padded to when capture is off: of models
     that sample, and of all their stages, for each is padded as the others are."""
-    draft_buckets: tuple[int, ...]
-    """Tokens of steps that verify drafts, captured when they are first used; none of stages."""
+    mixed_buckets: tuple[int, ...]
+    """Tokens of steps with prompts or drafts, captured when they are first used; none of stages."""
     work: WorkKinds
     layout: StepLayout
     staging_bytes: int
@@ -88,6 +90,7 @@ def load_sizes(
     device: Device,
     *,
     wgmma: bool = False,
+    fused: bool = True,
 ) -> LoadSizes:
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
@@ -100,7 +103,9 @@ def load_sizes(
         adapts=options.adapters is not None,
     )
     steps, specs, constants = recording.steps, recording.specs, recording.constants
-    steps = join_gates(join_norms(steps))
+    steps = join_norms(steps)
+    if fused:
+        steps = join_products(steps)
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = step_limits(options, model.shape.limited_row, multiple=ROW_MULTIPLE)
     tokens = max_rows["T"]
@@ -113,8 +118,7 @@ def load_sizes(
     _check_weights(weights.num_bytes, free, dtype, device)
     ties = ties_of(steps.ops, dtype)
     buckets = bucket_sizes(options.num_seqs) if steps.samples or ties.sends else ()
-    # A stage cannot tell drafts from prompts, and all stages pad alike.
-    drafts = draft_sizes(min(max_rows.values())) if steps.samples and not ties.receives else ()
+    several = mixed_sizes(tokens) if steps.samples and not ties.receives else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
@@ -124,7 +128,9 @@ def load_sizes(
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups, has_states)
     staging_bytes = Layout.of(largest, work).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
-    graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets + drafts)
+    graphs = (
+        0 if options.enforce_eager else GRAPH_BYTES * (len(buckets) + LOGIT_COUNTS * len(several))
+    )
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     if steps.samples:
@@ -144,7 +150,7 @@ def load_sizes(
         max_rows,
         max_blocks,
         buckets,
-        drafts,
+        several,
         work,
         layout,
         staging_bytes,

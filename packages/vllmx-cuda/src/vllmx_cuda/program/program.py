@@ -26,6 +26,8 @@ from vllmx_cuda.program.vectors import DeviceVectors, Vectors
 from vllmx_cuda.program.work import StepWork, item_tokens, plan_all_items, plan_tiles
 
 logger = logging.getLogger("vllmx.cuda")
+FEW_LOGITS = 8
+"""Logit rows of a captured step with few prompts that end."""
 
 
 class Graphs:
@@ -69,9 +71,9 @@ class PlacedStep:
 
 @dataclass
 class Program:
-    """All launches of a step. One of decode rows alone, or one that verifies drafts, is padded to
-    its bucket and is a copy to the device, two graphs (to the logits, and to the ids) and a copy
-    back; any other runs as it is."""
+    """All launches of a step. One of decode rows alone, or one with prompts or drafts that is not
+    long, is padded to its bucket and is a copy to the device, two graphs (to the logits, and to the
+    ids) and a copy back; any other runs as it is."""
 
     device: Device
     recorded: LoadSizes
@@ -84,8 +86,8 @@ class Program:
     graphs: Graphs
     ranks: DeviceRanks | None = None
     """The other ranks of a model on several devices."""
-    _buckets: dict[tuple[int, bool], PlacedStep] = field(default_factory=dict)
-    """The captured steps by their tokens, and whether they verify drafts."""
+    _buckets: dict[tuple[int, int | None], PlacedStep] = field(default_factory=dict)
+    """The captured steps by their tokens and, if rows have several, by their logit rows."""
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
         """Enqueues a whole step."""
@@ -125,9 +127,8 @@ class Program:
 
     def _forward(self, plan: StepPlan, rows: SamplingRows | None) -> PlacedStep:
         bucket = self._bucket_of(plan)
-        drafts = plan.num_tokens > plan.num_rows
         tiles = self._no_tiles
-        if drafts or bucket is None:
+        if plan.num_tokens > plan.num_rows or bucket is None:
             tiles = tuple(plan_tiles(plan, kind) for kind in self.recorded.work.tiles)
         if bucket is not None:
             work = self._work(plan, bucket.layout.sizes, tiles)
@@ -181,30 +182,41 @@ class Program:
             op(sizes, memory)
 
     def _bucket_of(self, plan: StepPlan) -> PlacedStep | None:
-        """The bucket of a step of decode rows, or of one that verifies drafts: all tokens of rows
-        that go on want logits."""
-        drafts = plan.num_tokens > plan.num_rows
-        if drafts and (plan.num_logit_rows < plan.num_tokens or not plan.positions.all()):
-            return None
-        sizes = self.recorded.draft_buckets if drafts else self.recorded.buckets
-        size = bucket_of(plan.num_tokens, sizes)
-        return None if size is None else self._bucket(size, drafts=drafts)
+        """The bucket of a step of decode rows, or of one with prompts or drafts. The latter comes
+        with a few logit rows, and with as many as tokens."""
+        tokens, logits = plan.num_tokens, plan.num_logit_rows
+        mixed = tokens > plan.num_rows
+        size = bucket_of(tokens, self.recorded.mixed_buckets if mixed else self.recorded.buckets)
+        if size is None or not mixed:
+            return None if size is None else self._bucket(size)
+        most = min(size, self.recorded.max_rows["L"])
+        return self._bucket(size, min(FEW_LOGITS, most) if logits <= FEW_LOGITS else most)
 
-    def _bucket(self, size: int, *, drafts: bool = False) -> PlacedStep:
-        found = self._buckets.get((size, drafts))
+    def _bucket(self, size: int, logits: int | None = None) -> PlacedStep:
+        """
+        Args:
+            logits: rows of logits of a step some of whose rows have several tokens.
+        """
+        found = self._buckets.get((size, logits))
         if found is None:
+            mixed = logits is not None
             items = max_items(self.recorded.steps.ops, size, self.device.info.num_processors)
             # Rows of several tokens are at most half as many, each of them a tile and what is full.
             tiles = tuple(
-                size // 2 + size // kind.tokens if drafts else 0
-                for kind in self.recorded.work.tiles
+                size // 2 + size // kind.tokens if mixed else 0 for kind in self.recorded.work.tiles
             )
-            rows = size - drafts  # some row has several tokens
+            rows = size - mixed  # some row has several tokens
             sizes = StepSizes(
-                size, size, rows, items, tiles, self._groups, has_states=self._has_states
+                size,
+                size if logits is None else logits,
+                rows,
+                items,
+                tiles,
+                self._groups,
+                has_states=self._has_states,
             )
             layout = self.staging.layout(sizes)
-            found = self._buckets[size, drafts] = PlacedStep(
+            found = self._buckets[size, logits] = PlacedStep(
                 layout, self.staging.memory(layout), captured=True
             )
         return found

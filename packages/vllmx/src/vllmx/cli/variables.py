@@ -25,6 +25,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_CACHE_DIR": "where compiled CUDA kernels are kept",
     "VLLMX_CPU_ISA": "instruction set of the CPU backend instead of the best",
     "VLLMX_CUDA_DEVICE": "number of the GPU of the CUDA backend",
+    "VLLMX_CUDA_UNFUSED": "a launch for every op (CUDA), for comparison: 1 on",
     "VLLMX_CUDA_WGMMA": "prompts by the tensor instructions of Hopper (CUDA): 1 on",
     "VLLMX_CUDA_ONE_SHOT": "sums of ranks through memory that GPUs share (CUDA): 0 never",
     "VLLMX_RANK_KEY": "the key of hosts with ranks or cores, in place of --rank-key-file",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_cuda.kernel_specs.types import Argument, Launch, Sizes, Variant
+from vllmx_cuda.kernel_specs.types import Argument, Kernel, Launch, Sizes, Variant
 
 from vllmx_testing.cuda.emulator.build import KERNELS, build_module
 from vllmx_testing.cuda.emulator.peers import PeerGroup
@@ -146,7 +146,12 @@ class _Module:
         self.path = path
         self.library = library
         self.library.emu_error.restype = ctypes.c_char_p
-        self.library.emu_add_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+        self.library.emu_add_buffer.argtypes = [
+            ctypes.c_size_t,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
         self.library.emu_launch.argtypes = [
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -173,10 +178,10 @@ class _Module:
             raise TypeError(
                 f"{kernel.entry} takes {len(kernel.arguments)} arguments, got {len(values)}"
             )
-        self.library.emu_clear_buffers()
+        self.library.emu_clear_buffers(int(kernel.early is not None))
         # the C values must outlive the call, the array of their addresses is what a launch takes
         converted = [
-            self._convert(kernel.entry, argument, value)
+            self._convert(kernel, argument, value)
             for argument, value in zip(kernel.arguments, values, strict=True)
         ]
         addresses = (ctypes.c_void_p * len(converted))(*map(ctypes.addressof, converted))
@@ -192,8 +197,9 @@ class _Module:
             raise KernelFault(f"{kernel.entry}: {self._with_lines(message)}")
 
     def _convert(
-        self, entry: str, argument: Argument, value: npt.NDArray[Any] | int | float | None
+        self, kernel: Kernel, argument: Argument, value: npt.NDArray[Any] | int | float | None
     ) -> ctypes._SimpleCData[Any]:
+        entry, early = kernel.entry, argument.name in (kernel.early or ())
         if not argument.is_pointer:
             if isinstance(value, np.ndarray) or value is None:
                 raise TypeError(f"{entry}: {argument.name} is a {argument.ctype}, got {value!r}")
@@ -203,7 +209,7 @@ class _Module:
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             raise TypeError(f"{entry}: {argument.name} must be a contiguous array, got {value!r}")
         read_only = argument.direction == "in" or not value.flags.writeable
-        self.library.emu_add_buffer(value.ctypes.data, value.nbytes, int(read_only))
+        self.library.emu_add_buffer(value.ctypes.data, value.nbytes, int(read_only), int(early))
         return ctypes.c_void_p(value.ctypes.data)
 
     def _with_lines(self, message: str) -> str:

@@ -16,14 +16,18 @@
 namespace emu {
 struct Buffer {
   size_t begin, end;
-  bool read_only;
+  bool read_only, early;  // early: may be read before the launch before has ended
 };
 static std::vector<Buffer> buffers;
+static bool begins_early;  // the launch, and so each thread must wait
 }  // namespace emu
 
-EMU_API void emu_clear_buffers() { emu::buffers.clear(); }
-EMU_API void emu_add_buffer(size_t p, size_t bytes, int read_only) {
-  emu::buffers.push_back({p, p + bytes, read_only != 0});
+EMU_API void emu_clear_buffers(int begins_early) {
+  emu::buffers.clear();
+  emu::begins_early = begins_early;
+}
+EMU_API void emu_add_buffer(size_t p, size_t bytes, int read_only, int early) {
+  emu::buffers.push_back({p, p + bytes, read_only != 0, early != 0});
 }
 
 #ifndef EMU_CHECK
@@ -31,6 +35,8 @@ namespace emu {
 void check(const void*, size_t, size_t, bool, bool) {}
 void checker_arrival(const unsigned*) {}
 void checker_fence() {}
+void checker_wait() {}
+void checker_end() {}
 void checker_launch(size_t) {}
 void checker_block() {}
 void checker_in_flight(void*, size_t, bool) {}
@@ -160,11 +166,14 @@ static Cell* shared_cells(size_t address, size_t bytes) {
 static void check_global(const void* p, size_t bytes, bool write, bool atomic) {
   size_t address = (size_t)p;
   const char* verb = write ? "write" : "read";
-  bool read_only = false;
+  bool read_only = false, waits = begins_early && !current->waited;
   for (size_t i = 0; i < buffers.size(); i++) {
     if (address < buffers[i].begin || address + bytes > buffers[i].end) continue;
     read_only |= write && buffers[i].read_only;  // the same memory may come in once more, writable
     if (write && buffers[i].read_only) continue;
+    if (waits && (write || !buffers[i].early))
+      fail("%s of pointer argument #%zu before vx_wait_for_predecessor: the launch before may still run pc=%p",
+           verb, i, pc);
     return touch(&global_cells[i][address - buffers[i].begin], bytes, write, atomic, false, p);
   }
   if (read_only) fail("write to a read-only argument at %p pc=%p", p, pc);
@@ -214,6 +223,14 @@ void checker_fence() {
   if (!current->arrived) return;
   current->arrived = false;
   current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
+}
+
+void checker_wait() {
+  if (current) current->waited = true;
+}
+void checker_end() {
+  if (begins_early && !current->waited)
+    fail("the thread ended without vx_wait_for_predecessor: the launch behind trusts that it waited");
 }
 
 void checker_in_flight(void* p, size_t bytes, bool on) {

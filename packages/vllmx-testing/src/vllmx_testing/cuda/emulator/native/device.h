@@ -55,6 +55,7 @@ void cp_wait(int keep);
 void check(const void* p, size_t bytes, size_t align, bool write, bool atomic);
 void checker_arrival(const unsigned* p);
 void checker_fence();
+void checker_wait();
 // Words by which ranks tell each other; see peers.cpp
 void store_release(unsigned* p, unsigned value);
 unsigned load_acquire(const unsigned* p);
@@ -241,6 +242,7 @@ template <class T> unsigned vx_fma2(unsigned a, unsigned b, unsigned c, T kind) 
   unsigned high = emu_fma(a >> 16, b >> 16, c >> 16, kind);
   return low | high << 16;
 }
+inline void vx_wait_for_predecessor() { emu::checker_wait(); }
 inline unsigned vx_permute(unsigned a, unsigned b, unsigned selector) {
   uint64_t bytes = (uint64_t)b << 32 | a;
   unsigned result = 0;

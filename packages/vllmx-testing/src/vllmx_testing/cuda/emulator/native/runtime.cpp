@@ -140,7 +140,7 @@ static void prepare_block(unsigned num_threads) {
     fiber.id = i, fiber.warp = i / 32, fiber.lane = i % 32, fiber.done = false;
     fiber.awaited = nullptr;
     fiber.warp_epoch = fiber.block_epoch = fiber.atomics = fiber.fence_epoch = 0;
-    fiber.arrived = false;
+    fiber.arrived = fiber.waited = false;
     fiber.copies.assign(1, {});
     fiber.async_fences.clear(), fiber.in_flight.clear();
     void** top = (void**)(stacks + (i + 1) * STACK_BYTES - 72);  // 16n + 8, as just after a call
@@ -176,6 +176,7 @@ static void run_block(unsigned num_threads) {
     current = &fibers[i];
     if (current->copies.size() != 1 || !current->copies[0].empty())
       fail("the thread ended with cp.async that nobody waited for");
+    checker_end();
   }
   check_warpgroups();
   current = nullptr;

@@ -29,6 +29,7 @@ struct Fiber {
   void* pc;
   unsigned warp_epoch, block_epoch, atomics;  // the checker's logical clocks
   unsigned fence_epoch;                       // the block's epoch at the last __threadfence
+  bool waited;                                // for the launch before, vx_wait_for_predecessor
   bool arrived;                               // at a counter of blocks, and no fence since
   std::vector<std::vector<Copy>> copies;      // cp.async groups, oldest first; the last one is open
   std::vector<unsigned> async_fences;         // the block's epoch at each fence.proxy.async
@@ -96,6 +97,7 @@ bool peers_touch(const void* p, size_t bytes, bool write, bool atomic, void* pc)
 // The checker; empty functions in the fast build
 void checker_launch(size_t dynamic_bytes);
 void checker_block();
+void checker_end();  // of a thread
 void checker_in_flight(void* p, size_t bytes, bool on);
 // A wgmma begins or ends to read shared memory, and to work on registers
 void checker_async_read(const void* p, size_t bytes, bool begins);
