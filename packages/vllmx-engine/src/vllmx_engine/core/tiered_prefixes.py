@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
 from vllmx_core.backend import MovableCache
-from vllmx_core.records import Record
 
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import PrefixCache
+from vllmx_engine.core.prefix_reach import PrefixReach, Reach
 from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
@@ -39,19 +39,6 @@ _LAND_SHARE = 1 / 8
 """The part of the time between two steps for which blocks of another replica are copied in."""
 _LAND_BYTES = 1 << 20
 """Bytes that are copied in before the time is looked at."""
-
-_Has = Callable[[bytes], bool]
-
-
-class _Reach(Record):
-    """A prefix that the device and the tiers have together."""
-
-    num_blocks: int
-    missing: list[tuple[int, int]]
-    """Blocks of it that the device lacks: the number of each in the sequence, and its group."""
-    lacks_states: bool
-    names: list[bytes]
-    """The names of both, in order."""
 
 
 class TieredPrefixes:
@@ -79,6 +66,7 @@ class TieredPrefixes:
         self.num_given_up = self.num_peer_tokens = 0
         self.movable, self._prefixes, self._cache = movable, prefixes, cache
         self._pool, self._slots, self._cost = pool, slots, cost
+        self._reach = PrefixReach(prefixes, cache, slots)
         kinds, one = (movable.blocks, movable.states), np.zeros(1, np.int32)
         self.block_bytes, self._slot_bytes = (
             0 if kind is None else kind.copy_out(one).result().shape[1] for kind in kinds
@@ -203,32 +191,13 @@ class TieredPrefixes:
             return False
         firsts = dict(self._prefixes.first_needed(end)) if self._slots is None else {}
         # states may lie behind a shorter prefix
-        names = self._unknown(sequence, end, firsts, self.tiers.in_memory)
+        names = self._reach.unknown(sequence, end, firsts, self.tiers.in_memory)
         if names:
             compute_s = self._compute_s((end - hit.num_blocks) * size, hit.num_blocks * size)
             request = sequence.request
             fetch = self.tiers.fetch_from(request.source, request.source_id, names)
             self._await(sequence, fetch, compute_s + 2 * request.source_s)
         return bool(names)
-
-    def _unknown(
-        self, sequence: Sequence, end: int, firsts: Mapping[int, int], has: _Has
-    ) -> list[bytes]:
-        """The blocks and states of a prefix that are neither on the device nor had elsewhere.
-
-        Args:
-            firsts: the first block that each group needs, if that is not 0.
-        """
-        groups = [*range(self._prefixes.num_groups), *([STATES] * (self._slots is not None))]
-        names = list[bytes]()
-        for index in range(end):
-            digest = self._prefixes.digest_at(sequence, index)
-            for group in groups:
-                is_here = group != STATES and self._cache.block_of(digest, group) >= 0
-                name = name_of(digest, group)
-                if index >= firsts.get(group, 0) and not (is_here or has(name)):
-                    names.append(name)
-        return names
 
     def _queued_bytes(self) -> int:
         """The size of the blocks that sequences wait for."""
@@ -244,7 +213,7 @@ class TieredPrefixes:
         compute_s = self._compute_s(end * self._size - start, start)
         if remote.look_s > compute_s:
             return False
-        names = self._unknown(sequence, end, {}, self.tiers.has)
+        names = self._reach.unknown(sequence, end, {}, self.tiers.has)
         if names:
             self._await(sequence, self.tiers.look(names), compute_s)
         return bool(names)
@@ -258,7 +227,7 @@ class TieredPrefixes:
         sequence.fetch = fetch
 
     def _fetch(self, sequence: Sequence, hit: Hit) -> bool:
-        reach = self._reach(sequence, hit, self.tiers.has)
+        reach = self._reach.longest(sequence, hit, self.tiers.has)
         if all(map(self.tiers.in_memory, reach.names)):
             return False
         num_bytes = len(reach.missing) * self.block_bytes + reach.lacks_states * self._slot_bytes
@@ -328,7 +297,7 @@ class TieredPrefixes:
     ) -> bool:
         """See `land`; at most so many blocks of each group."""
         fetched = {} if fetch is None else fetch.blocks
-        reach = self._reach(
+        reach = self._reach.longest(
             sequence, hit, lambda name: name in fetched or self.tiers.in_memory(name), most
         )
         if reach.num_blocks <= hit.num_blocks:
@@ -336,7 +305,7 @@ class TieredPrefixes:
         kept = self._checked(sequence, reach, fetched)
         if kept is None:
             return False
-        present = self._present(sequence, reach)
+        present = self._reach.present(sequence, reach)
         there = np.array(list(present.values()), np.int32)
         if len(reach.missing) + self._pool.num_idle_of(there) > self._pool.num_available:
             return False
@@ -360,7 +329,7 @@ class TieredPrefixes:
             data = np.stack([block.data for block in kept[: len(taken)]])
             self.movable.blocks.copy_in(np.array(taken, np.int32), data)
 
-    def _land_states(self, sequence: Sequence, reach: _Reach, block: KeptBlock) -> None:
+    def _land_states(self, sequence: Sequence, reach: Reach, block: KeptBlock) -> None:
         """Copies states in, once their block is filed: a snapshot is forgotten with its block.
         Without a free slot the blocks wait for another snapshot."""
         assert self._slots is not None, "only slots lack states"
@@ -373,7 +342,7 @@ class TieredPrefixes:
         self._slots.file(slot, entry, is_far=True)
         self._slots.release(slot)
 
-    def _file(self, sequence: Sequence, reach: _Reach, blocks: dict[tuple[int, int], int]) -> None:
+    def _file(self, sequence: Sequence, reach: Reach, blocks: dict[tuple[int, int], int]) -> None:
         groups = range(self._prefixes.num_groups)
         for index in sorted({index for index, _ in reach.missing}):
             digest, parent, content = sequence.entry_of(index, self._size)
@@ -382,7 +351,7 @@ class TieredPrefixes:
                 return  # the digest is that of other content: what follows would lack its parent
 
     def _checked(
-        self, sequence: Sequence, reach: _Reach, fetched: dict[bytes, KeptBlock]
+        self, sequence: Sequence, reach: Reach, fetched: dict[bytes, KeptBlock]
     ) -> list[KeptBlock] | None:
         """The blocks of a reach, if all are there and what they must be."""
         indices = [index for index, _ in reach.missing]
@@ -398,68 +367,3 @@ class TieredPrefixes:
                 return None
             kept.append(block)
         return kept
-
-    def _present(self, sequence: Sequence, reach: _Reach) -> dict[tuple[int, int], int]:
-        """The blocks of a reach that the device has, by their number and group."""
-        found: dict[tuple[int, int], int] = {}
-        for group, first in self._prefixes.first_needed(reach.num_blocks):
-            for index in range(first, reach.num_blocks):
-                block = self._cache.block_of(sequence.digests[index], group)
-                if block >= 0:
-                    found[index, group] = block
-        return found
-
-    def _reach(self, sequence: Sequence, hit: Hit, has: _Has, most: int | None = None) -> _Reach:
-        """The longest prefix beyond a hit whose missing blocks and states can be had."""
-        end, length = self._prefixes.num_findable(sequence), hit.num_blocks
-        if most is not None:
-            end = min(end, length + most)
-        full = self._prefixes.full_groups
-        if not full:
-            length = end
-            if end:
-                self._prefixes.digest_at(sequence, end - 1)
-        while full and length < end:
-            digest = self._prefixes.digest_at(sequence, length)
-            if not all(self._there(digest, group, has) for group in full):
-                break
-            length += 1
-        lacks_states = False
-        while length > hit.num_blocks:
-            missing = self._missing(sequence, length, has)
-            if missing is not None:
-                length = missing
-                continue
-            if self._slots is None:
-                break
-            digest = sequence.digests[length - 1]
-            lacks_states = self._slots.find(digest) is None
-            if not lacks_states or has(name_of(digest, STATES)):
-                break
-            length -= 1
-        if length <= hit.num_blocks:
-            return _Reach(hit.num_blocks, [], False, [])
-        absent = sorted(
-            (index, group)
-            for group, first in self._prefixes.first_needed(length)
-            for index in range(first, length)
-            if self._cache.block_of(sequence.digests[index], group) < 0
-        )
-        names = [name_of(sequence.digests[index], group) for index, group in absent]
-        if lacks_states:
-            names.append(name_of(sequence.digests[length - 1], STATES))
-        return _Reach(length, absent, lacks_states, names)
-
-    def _there(self, digest: bytes, group: int, has: _Has) -> bool:
-        return self._cache.block_of(digest, group) >= 0 or has(name_of(digest, group))
-
-    def _missing(self, sequence: Sequence, length: int, has: _Has) -> int | None:
-        """The last block that a prefix needs in a window and that nobody has."""
-        full = self._prefixes.full_groups
-        spans = [one for one in self._prefixes.first_needed(length) if one[0] not in full]
-        for index in range(length - 1, min((first for _, first in spans), default=length) - 1, -1):
-            digest = sequence.digests[index]
-            for group, first in spans:
-                if index >= first and not self._there(digest, group, has):
-                    return index
-        return None
