@@ -45,9 +45,11 @@ def digests_of(ids: Sequence[int]) -> list[bytes]:
     return found
 
 
-async def timed(llm: AsyncLLM, length: int, max_tokens: int) -> list[float]:
-    """Seconds to the first token of a new prompt, and between the others."""
-    prompt = random.choices(range(_NUM_IDS), k=length)
+async def timed(llm: AsyncLLM, length: int, max_tokens: int, num_cached: int = 0) -> list[float]:
+    """Seconds to the first token of a prompt with so many new tokens, behind as many as are known
+    from earlier ones, and between the others."""
+    prompt = random.Random(0).choices(range(_NUM_IDS), k=num_cached)
+    prompt += random.choices(range(_NUM_IDS), k=length)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     at_s = [time.perf_counter()]
     async with await llm.submit(prompt, params, kind="delta") as stream:
@@ -70,7 +72,7 @@ async def measured(llm: AsyncLLM, options: argparse.Namespace) -> Machine:
         for _ in range(options.rounds):
             for length, seconds in found.items():
                 for _ in range(options.replicas):
-                    seconds += (await timed(llm, length, 1))[:1]
+                    seconds += (await timed(llm, length, 1, options.system))[:1]
         return {length: float(np.median(seconds)) for length, seconds in found.items()}
 
     async def decode() -> None:
