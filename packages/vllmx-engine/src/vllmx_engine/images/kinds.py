@@ -23,7 +23,6 @@ from vllmx_engine.images.whole import (
 )
 from vllmx_engine.text.model_files import read_json_object
 
-
 _WITH_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
 """Model types that were compared."""
 
