@@ -23,6 +23,9 @@ from vllmx_engine.images.whole import (
 )
 from vllmx_engine.text.model_files import read_json_object
 
+_WITH_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types that were compared."""
+
 
 def find_video_processor(folder: Path) -> VideoProcessor | None:
     """The processor of videos that a model folder describes; None where it has none, or another
@@ -37,6 +40,8 @@ def find_video_processor(folder: Path) -> VideoProcessor | None:
     if not isinstance(config, Mapping):
         return None
     if config.get("video_processor_type") != "Qwen3VLVideoProcessor":
+        return None
+    if read_json_object(folder / "config.json").get("model_type") not in _WITH_VIDEOS:
         return None
     return _made(VideoProcessor, config, str(folder / name))
 

@@ -59,7 +59,7 @@ class VideoFit(Record):
 
 
 class VideoProcessor(QwenImages):
-    """Qwen3-VL and Qwen3.5. See `ImageProcessor` for the members that it shares with images."""
+    """Qwen3-VL. See `ImageProcessor` for the members that it shares with images."""
 
     kind: Kind = "video"
     token = "<|video_pad|>"  # noqa: S105 - of a vocabulary
@@ -174,7 +174,7 @@ def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[InputConta
     try:
         with closing(av.open(io.BytesIO(data), options=_OPTIONS)) as container:
             context = container.streams.video[0].codec_context
-            context.options = {"max_pixels": str(limits.max_pixels)}
+            context.options = {"max_pixels": str(2 * limits.max_pixels)}  # of padded rows
             context.thread_count = 1
             if context.width * context.height > limits.max_pixels:
                 raise _too_large(limits, where)
