@@ -153,7 +153,7 @@ class VideoProcessor(QwenImages):
                     continue
                 if frame.width * frame.height > limits.max_pixels:
                     raise _too_large(limits, where)
-                pixels = frame.to_ndarray(format="rgb24")
+                pixels: Pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
                 while number == index:
                     yield pixels
                     found = next(wanted, None)
@@ -172,7 +172,7 @@ def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[InputConta
             f"{where} is a video, which needs av: pip install 'vllmx[video]'", param=where
         ) from None
     try:
-        with closing(av.open(io.BytesIO(data), options=_OPTIONS)) as container:
+        with closing(av.open(io.BytesIO(data), "r", options=_OPTIONS)) as container:
             context = container.streams.video[0].codec_context
             context.options = {"max_pixels": str(2 * limits.max_pixels)}  # of padded rows
             context.thread_count = 1
