@@ -340,6 +340,39 @@ def test_reserved_rows_wait_for_better_priorities() -> None:
     harness.check_idle()
 
 
+def test_nobody_is_preempted_for_one_that_reserved_rows_keep_out() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 8, "priority_reserve": 0.5})
+    for index in range(2):
+        harness.add([index] * 9, 30, priority=5)
+    harness.step()
+    for index in range(4):
+        harness.add([10 + index] * 9, 40, priority=-1)
+    for _ in range(3):
+        harness.step()
+    harness.add([30] * 9, 5)
+    for _ in range(4):
+        harness.step()
+    assert harness.core.stats().num_preemptions == 0
+    assert harness.core.stats().num_running == 6
+
+
+def test_a_turn_of_another_priority_does_not_hold_urgent_ones_up() -> None:
+    """Each 16th admission is of another priority, which may take a reserved row then."""
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 4, "priority_reserve": 0.5})
+    for index in range(4):
+        harness.add([index] * 4, 55)
+    urgent = [harness.add([10 + index % 30] * 3, 2, priority=-1) for index in range(40)]
+    stalled = 0
+    while not set(urgent) <= set(harness.last):
+        before = len(harness.first)
+        harness.step()
+        has_room = harness.core.stats().num_running < 3
+        stalled = stalled + 1 if has_room and len(harness.first) == before else 0
+        assert stalled < 5
+    harness.run()
+    harness.check_outputs()
+
+
 def test_reserved_blocks_wait_for_better_priorities() -> None:
     config = {"priority_reserve": 0.5, "enable_prefix_caching": False}
     harness = Harness(rules=QUIET, model={"num_blocks": 14}, config=config)

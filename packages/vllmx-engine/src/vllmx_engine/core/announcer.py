@@ -134,7 +134,12 @@ class Announcer:
         scheduler, seconds, count = self._core.scheduler, 0.0, 0
         if not scheduler.num_waiting:
             return 0.0
-        waiting = (one for one in scheduler.live.values() if one.row < 0 and one.fetch is None)
+        tiers = scheduler.tiers
+        waiting = (
+            one
+            for one in scheduler.live.values()
+            if one.row < 0 and (tiers is None or not tiers.is_fetching(one))
+        )
         for sequence in islice(waiting, _LOOKED_AT):
             cached = self._num_cached(sequence)
             seconds += scheduler.cost.chunk_cost(len(sequence.tokens) - cached, cached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from vllmx_core.backend import LoadedInfo, LoadedModel
 from vllmx_core.cache.groups import longest_sequence
@@ -88,7 +89,7 @@ def step_limits(
     return Limits(
         token_budget=budget,
         max_rows=max_rows,
-        reserved_rows=int(reserve * max_rows),
+        reserved_rows=min(math.ceil(reserve * max_rows), max_rows - 1),
         reserved_blocks=int(reserve * info.num_kv_blocks),
         max_logit_rows=info.max_logit_rows,
         max_model_len=max_model_len,

@@ -303,8 +303,10 @@ class Scheduler:
             return False
         lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
         reserved_rows, reserved_blocks = self._reserved(head)
-        if not lower or self.table.num_free <= reserved_rows:
-            return bool(lower)
+        if not lower:
+            return False
+        if self.table.num_free <= reserved_rows:
+            return self.table.num_free + len(lower) > reserved_rows
         try:
             wanted = self.blocks.wanted(head, self.prefixes.look(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
@@ -350,8 +352,9 @@ class Scheduler:
         return None if any(self._holds_back(misfit, head) for misfit in aside) else head
 
     def _reserved(self, sequence: Sequence) -> tuple[int, int]:
-        """The rows and blocks that a waiting sequence must leave to better priorities."""
-        limits, may_all = self.limits, not self.running or self.queue.asked(sequence) < 0
+        """The rows and blocks that a waiting sequence must leave to better priorities. One that was
+        given a turn among these may take them, as they wait for it."""
+        limits, may_all = self.limits, not self.running or self.queue.priority(sequence) < 0
         return (0, 0) if may_all else (limits.reserved_rows, limits.reserved_blocks)
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:

@@ -37,8 +37,9 @@ _LEAST_S = 0.05
 """Seconds that any fetch may take, however quickly its blocks could be computed."""
 _LAND_SHARE = 1 / 8
 """The part of the time between two steps for which blocks of another replica are copied in."""
-_LAND_BYTES = 1 << 20
-"""Bytes that are copied in before the time is looked at."""
+_LAND_BYTES, _LAND_BLOCKS = 1 << 20, 32
+"""Bytes that are copied in before the time is looked at, and the least number of blocks: each time,
+the whole prefix is looked up."""
 
 
 class TieredPrefixes:
@@ -269,7 +270,7 @@ class TieredPrefixes:
         """Copies in what has come from other replicas, for a part of the time that has passed, so
         that decoding goes on at its pace. Returns sequences for which nothing more will come."""
         until_s = self._clock() + passed_s * _LAND_SHARE
-        most, found = max(1, _LAND_BYTES // self.block_bytes), list[Sequence]()
+        most, found = max(_LAND_BLOCKS, _LAND_BYTES // self.block_bytes), list[Sequence]()
         pulled = [entry[:2] for entry in self._waiting.values() if entry[1].source]
         for sequence, fetch in pulled:
             is_over, has_landed = fetch.is_over, self._in_pieces and not sequence.finished
@@ -284,7 +285,11 @@ class TieredPrefixes:
     def is_ready(self, sequence: Sequence) -> bool:
         """True if it waits neither for blocks nor for its grammar."""
         lacks_grammar = sequence.request.grammar is not None and sequence.grammar is None
-        return not lacks_grammar and id(sequence.fetch) not in self._waiting
+        return not lacks_grammar and not self.is_fetching(sequence)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """True if blocks of its prefix are on their way."""
+        return id(sequence.fetch) in self._waiting
 
     def land(self, sequence: Sequence, hit: Hit) -> bool:
         """Copies what lies in memory behind a sequence's hit into blocks of the device and files
