@@ -360,8 +360,9 @@ def test_a_turn_of_another_priority_does_not_hold_urgent_ones_up() -> None:
     """Each 16th admission is of another priority, which may take a reserved row then."""
     harness = Harness(rules=QUIET, config={"max_num_seqs": 4, "priority_reserve": 0.5})
     for index in range(4):
-        harness.add([index] * 4, 55)
-    urgent = [harness.add([10 + index % 30] * 3, 2, priority=-1) for index in range(40)]
+        harness.add([index] * 4, 58)
+    harness.step()
+    urgent = [harness.add([10 + index % 30] * 3, 2, priority=-1) for index in range(80)]
     stalled = 0
     while not set(urgent) <= set(harness.last):
         before = len(harness.first)
