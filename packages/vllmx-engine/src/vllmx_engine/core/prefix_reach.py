@@ -13,7 +13,7 @@ from vllmx_engine.core.state_slots import SlotPool
 from vllmx_engine.core.tiers import STATES, name_of
 
 Has = Callable[[bytes], bool]
-"""Whether a block or states with this name can be had."""
+"""True if a block or states with this name can be had."""
 
 
 class Reach(Record):
