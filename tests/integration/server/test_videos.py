@@ -177,6 +177,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "is a video of more than 30000 bytes" in error(part(bytes(31_000)))
         large, _ = video(2, 1, 32, 40)
         assert "frames of more than 1000 pixels" in error(part(large))
+        long, _ = video(2, 1, 2, 500)
+        assert "is 250 times the other, it may be at most 200" in error(part(long))
         for broken in (b"", b"RIFF" * 9, data[:900]):
             assert "is no video that can be read here: send MP4" in error(part(broken))
         assert "without a URL" in error({"type": "video_url"})
