@@ -226,7 +226,7 @@ def _route(path: str, endpoint: Endpoint, form: Form, events: Events | None) -> 
         GENERATING,
         (PlainTranscription, VerboseTranscription),
         form,
-        text="Of models that write down audio, such as Whisper and Qwen3-ASR; others answer 400.",
+        text="Needs a model that writes down audio, such as Whisper; others answer 400.",
         events=events,
         statuses=GENERATES,
         example=_EXAMPLE,
