@@ -214,7 +214,7 @@ def test_over_http(
         )
         assert found.choices[0].message.content == expected
         (card,) = running.get("/v1/models").json()["data"]
-        assert card["input_modalities"] == ["text", "image"]
+        assert card["input_modalities"] == ["text", "image", "video"]
         (tmp_path / "cat.mp4").write_bytes(data)
         monkeypatch.chdir(tmp_path)
         page = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
