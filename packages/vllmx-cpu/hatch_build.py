@@ -24,18 +24,19 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         builder = _load_builder(Path(self.root) / "src" / "vllmx_cpu" / "build.py")
-        if builder.built_hash() != builder.source_hash():
+        library = builder.default_output()
+        if builder.built_hash(library) != builder.source_hash():
             try:
                 builder.find_toolchain()
             except builder.BuildError as error:
                 self.app.display_warning(f"vllmx-cpu is installed without its kernels: {error}")
                 return
-            builder.ensure_built()
+            builder.build(library)
         if version == "editable":
             return  # the library lies beside the sources
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform_tag(builder.LIBRARY.read_bytes())}"
-        build_data["artifacts"].append(f"src/vllmx_cpu/{builder.LIBRARY.name}")
+        build_data["tag"] = f"py3-none-{_platform_tag(library.read_bytes())}"
+        build_data["artifacts"].append(f"src/vllmx_cpu/{library.name}")
 
 
 def _load_builder(path: Path) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -168,9 +169,25 @@ def test_a_compiler_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.is_for_windows
     assert list(found.isas) == [name for name in build.ISA_FLAGS["x86_64"] if name != "amx"]
     assert found.isas["portable"] == ("-march=x86_64", "-O2")
+    with pytest.raises(build.BuildError, match=r"22 compiles for Windows, not lib\.so: set CXX"):
+        build.build(tmp_path / "lib.so")
     script.write_text(f"#!/bin/sh\n{target} || echo g++ 14\n")
     with pytest.raises(build.BuildError, match=r"g\+\+ 14 keeps the stack .* ziglang"):
         build.find_toolchain()
+
+
+def test_cxx_names_what_is_built_and_not_what_is_loaded() -> None:
+    """A cross compiler for Windows in the environment does not change the backend of this one."""
+    code = "from vllmx_cpu import build; print(build.LIBRARY.name, build.default_output().name)"
+    for compiler, built in (("x86_64-w64-mingw32-g++", "vllmx_cpu.dll"), ("", build.LIBRARY.name)):
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"CXX": compiler},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert result.stdout.split() == [build.LIBRARY.name, built]
 
 
 def test_a_compiler_that_refuses_everything_is_quoted(

@@ -25,6 +25,7 @@ from vllmx_engine.audio.slices import finished
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.llm import LLM
 from vllmx_engine.speech.chat_transcriber import transcriber_for
+from vllmx_engine.speech.transcriber import Window
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 from .audio_models import ASR, AUDIO, BEGIN, END, FAMILIES, TRANSCRIPTION, Family, save
@@ -233,6 +234,11 @@ def test_transcriptions_of_qwen3_asr(tmp_path: Path, language: Any) -> None:
             request_id="", prompt=None, prompt_token_ids=[], outputs=[choice], finished=True
         )
         assert transcriber.language_of(heard) == "de"
+        samples = sound(5.9)
+        work = transcriber.heard(Window(0.0, samples))  # begins on the event loop: does nothing yet
+        with pytest.raises(ContextLengthError, match="file is an audio of 77 tokens"):
+            finished(work)
+        assert find_audio_processor(folder).fit(samples, "file").samples is samples
     assert (found.language, found.duration) == (language or "None", pytest.approx(3.1))
     start, end, text = (ASR[one] for one in ("<|im_start|>", "<|im_end|>", "<asr_text>"))
     ids = [start, 0, 9, 0, end, start, 0, BEGIN, *[AUDIO] * 41, END, end, start, 0]

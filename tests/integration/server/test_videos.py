@@ -7,6 +7,8 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,65 @@ def test_frames_and_times() -> None:
     assert (one.numbers, one.runs) == ([0, 0], [6])
 
 
+def recoded(codec: str, form: str, shift: int = 0, large: int = 0) -> bytes:
+    """13 frames of 24 x 16 pixels, from `shift` on by an edit list; `large` of 48 x 32 behind the
+    first."""
+    found = io.BytesIO()
+    with av.open(found, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=4)
+        encoders = [stream, *(av.CodecContext.create(codec, "w") for _ in range(large))]
+        for number, encoder in enumerate(encoders):
+            encoder.width, encoder.height = (48, 32) if number else (24, 16)
+            encoder.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            encoder.time_base = Fraction(1, 4)
+        for number, pixels in enumerate([*video(13, 4)[1], None]):
+            encoder = encoders[number] if 0 < number <= large else stream
+            frame = None
+            if pixels is not None:
+                frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
+                frame = frame.reformat(encoder.width, encoder.height)
+                frame.pts = number
+            for packet in encoder.encode(frame):
+                packet.stream = stream
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                container.mux(packet)
+    return found.getvalue()
+
+
+def test_a_trimmed_video() -> None:
+    """Frames before the beginning are decoded for others, but are not part of the video."""
+    processor, limits = VideoProcessor(CONFIG), ImageLimits(kind="video")
+    with av.open(io.BytesIO(recoded("libx264", "mp4"))) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    fit = finished(processor.measure(recoded("libx264", "mp4", 4), limits, "video"))
+    assert (len(frames), fit.numbers) == (13, [0, 3, 5, 8])
+    # As in files with packets without a frame of their own: the last frame stands for them.
+    fit = replace(fit, numbers=[*fit.numbers, 11, 12], seconds=[*fit.seconds, 3.0])
+    pairs = finished(processor.inputs(fit, limits, "video"))
+    rows = np.concatenate([np.frombuffer(one.patches, np.uint8).reshape(24, -1) for one in pairs])
+    levels = np.frombuffer(pairs[0].levels, np.float32).reshape(3, 256)
+    expected = patched(np.stack([frames[number] for number in (4, 7, 9, 12, 12, 12)]))
+    np.testing.assert_array_equal(normalised(rows, levels), expected)
+
+
+def test_frames_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are checked, also those that are not taken; measuring many takes turns."""
+    processor, data = VideoProcessor(CONFIG), recoded("mjpeg", "matroska", large=1)
+    limits = ImageLimits(kind="video", max_pixels=1500)
+    fit = finished(processor.measure(data, limits, "video"))
+    assert fit.numbers[:2] == [0, 2]
+    with pytest.raises(InvalidRequestError, match="frames of more than 1500 pixels"):
+        finished(processor.inputs(fit, limits, "video"))
+    limits = ImageLimits(kind="video")
+    assert len(finished(processor.inputs(fit, limits, "video"))) == 3
+    monkeypatch.setattr("vllmx_engine.images.video._MOST_PIXELS", 13 * 24 * 16)
+    fit = finished(processor.measure(data, limits, "video"))
+    with pytest.raises(InvalidRequestError, match=r"of 11 or more frames .* send fewer frames"):
+        finished(processor.inputs(fit, limits, "video"))
+    monkeypatch.undo()
+    assert len(list(processor.measure(video(600, 6)[0], limits, "video"))) == 3
+
+
 def test_sizes_are_transformers() -> None:
     module = pytest.importorskip("transformers.models.qwen3_vl.video_processing_qwen3_vl")
     processor = VideoProcessor({**CONFIG, "size": {"shortest_edge": 3000, "longest_edge": 9000}})
@@ -177,6 +238,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "is a video of more than 30000 bytes" in error(part(bytes(31_000)))
         large, _ = video(2, 1, 32, 40)
         assert "frames of more than 1000 pixels" in error(part(large))
+        long, _ = video(2, 1, 2, 500)
+        assert "is 250 times the other, it may be at most 200" in error(part(long))
         for broken in (b"", b"RIFF" * 9, data[:900]):
             assert "is no video that can be read here: send MP4" in error(part(broken))
         assert "without a URL" in error({"type": "video_url"})
@@ -184,6 +247,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         short, _ = video(9, 1)
         message = "a video of 12 tokens, with which the request's videos take 108"
         assert message in error(*[part(short)] * 9)
+        monkeypatch.setattr("vllmx_engine.images.video._MOST_PIXELS", 3000)
+        message = "of 8 or more frames of 24 x 16 pixels, at most 3000 pixels are decoded: send"
+        assert message in error(part(short))
         monkeypatch.setitem(sys.modules, "av", None)
         assert "pip install 'vllmx[video]'" in error(part(short))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({**CONFIG, "fps": -1}))
@@ -214,7 +280,7 @@ def test_over_http(
         )
         assert found.choices[0].message.content == expected
         (card,) = running.get("/v1/models").json()["data"]
-        assert card["input_modalities"] == ["text", "image"]
+        assert card["input_modalities"] == ["text", "image", "video"]
         (tmp_path / "cat.mp4").write_bytes(data)
         monkeypatch.chdir(tmp_path)
         page = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")

@@ -235,6 +235,7 @@ def test_texts_of_pdf_files(open_tab: OpenTab, tmp_path: Path) -> None:
     content = sent_with(tab, tmp_path / "plain.pdf")
     assert content == "plain.pdf:\n```\nA (B) — 2 word next\néfi•\n```\n\nSum up."
     for name, data, why in (
+        ("wide", composite(b"0 65535 500 " * 400, b""), "is too large to be read here"),
         ("locked", plain + b"trailer<</Encrypt 9 0 R>>", "is encrypted"),
         ("scan", plain.replace(b"/Contents 4", b"/Contents 9"), "has no text, only images"),
         ("cut", plain[:100], "is no PDF that can be read"),
@@ -250,6 +251,26 @@ def pdf(*objects: bytes) -> bytes:
     """A file of these objects, numbered from 1; the first is the root."""
     numbered = (b"%d 0 obj\n%s\nendobj\n" % pair for pair in enumerate(objects, 1))
     return b"%PDF-1.4\n" + b"".join(numbered) + b"trailer<</Root 1 0 R>>\n"
+
+
+def test_ranges_of_codes_in_a_pdf_end(open_tab: OpenTab, tmp_path: Path) -> None:
+    """Adding 1 does not change codes as large as these."""
+    far, wide = b"9007199254740992 9007199254740999 500", b"<%s>" % (b"ff" * 200)
+    (tmp_path / "far.pdf").write_bytes(composite(far, wide + wide + b"<0061>"))
+    content = sent_with(open_tab(), tmp_path / "far.pdf")
+    assert content == "far.pdf:\n```\nAB\n```\n\nSum up."
+
+
+def composite(widths: bytes, ranges: bytes) -> bytes:
+    """A page with the letters AB in a font of two bytes a letter."""
+    return pdf(
+        b"<</Pages 2 0 R>>",
+        b"<</Kids[3 0 R]/Resources<</Font<</F <</Subtype/Type0/ToUnicode 5 0 R"
+        b"/DescendantFonts[<</W[-9007199254740999 1 500 " + widths + b"]>>]>> >> >> >>",
+        b"<</Contents 4 0 R>>",
+        stream(b"BT /F 10 Tf <00010002> Tj ET"),
+        stream(b"beginbfrange <0001><0002><0041>" + ranges + b"endbfrange"),
+    )
 
 
 def stream(data: bytes) -> bytes:

@@ -144,8 +144,10 @@ async def test_images_that_do_not_fit_are_refused_before_any_is_decoded(
         llm._images = squares(limits, ImageRoom(99, 7, 5, 4))
         with pytest.raises(CapacityError, match=r"images of 8 tokens.*encoder-cache-memory"):
             await llm.submit_chat(asked(part(4), file), GREEDY)
-        with pytest.raises(CapacityError, match="--max-num-batched-tokens to 9"):
+        with pytest.raises(CapacityError, match=r"an image of 6 .*--max-num-batched-tokens to 9"):
             await llm.submit_chat(asked(part(6)), GREEDY)
+        with pytest.raises(CapacityError, match=r"^a video of 6 tokens"):
+            ImageRoom(99, 9, 5, 4, kind="video").check_features([6])
         llm._images = images(limits, room=5000)
         long = {"type": "text", "text": "x" * llm.info.max_model_len}
         with pytest.raises(ContextLengthError):  # the text beside it, not the image alone

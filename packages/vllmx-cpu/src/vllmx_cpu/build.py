@@ -22,16 +22,10 @@ from typing import NamedTuple
 logger = logging.getLogger("vllmx.cpu.build")
 
 
-def _library_name() -> str:
-    """CXX may name a compiler for Windows on another system."""
-    if sys.platform == "win32" or re.search("windows|mingw", os.environ.get("CXX", "")):
-        return "vllmx_cpu.dll"
-    return "libvllmx_cpu.dylib" if sys.platform == "darwin" else "libvllmx_cpu.so"
-
-
 PACKAGE = Path(__file__).resolve().parent
 NATIVE = PACKAGE / "native"
-LIBRARY = PACKAGE / _library_name()
+_NAMES = {"win32": "vllmx_cpu.dll", "darwin": "libvllmx_cpu.dylib"}
+LIBRARY = PACKAGE / _NAMES.get(sys.platform, "libvllmx_cpu.so")
 PER_ISA = "// VX: per instruction set"
 MARKER = b"vllmx-cpu-sources:"
 
@@ -95,6 +89,12 @@ def target(command: tuple[str, ...]) -> tuple[str, bool]:
     machine = triple.split("-")[0]
     is_for_windows = re.search("windows|mingw|win32", triple) is not None
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), is_for_windows
+
+
+def default_output() -> Path:
+    """LIBRARY, or a library for Windows if CXX names a cross compiler."""
+    is_for_windows = re.search("windows|mingw", os.environ.get("CXX", ""))
+    return PACKAGE / _NAMES["win32"] if is_for_windows else LIBRARY
 
 
 def source_hash() -> str:
@@ -173,6 +173,11 @@ def build(
     """Compiles and links the library, replacing it atomically. Objects that are still good in
     `objects` are taken from there. Raises BuildError with the compiler's message."""
     toolchain, output = find_toolchain(), output or LIBRARY
+    if toolchain.is_for_windows and output.suffix != ".dll":
+        raise BuildError(
+            f"{toolchain.version} compiles for Windows, not {output.name}: set CXX to a compiler"
+            " for this system"
+        )
     keep = objects or _object_folder()
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
@@ -328,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m vllmx_cpu.build", description=__doc__)
-    parser.add_argument("--output", type=Path, default=LIBRARY, help="library to write")
+    parser.add_argument("--output", type=Path, default=default_output(), help="library to write")
     parser.add_argument("--objects", type=Path, help="folder that keeps the object files")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

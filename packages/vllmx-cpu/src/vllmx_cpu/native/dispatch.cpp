@@ -69,7 +69,11 @@ bool supported(const char* name) {
   enum : unsigned { FMA = 1u << 12, AVX = 1u << 28, F16C = 1u << 29 };                             // leaf 1, ECX
   enum : unsigned { AVX2 = 1u << 5, BMI2 = 1u << 8, F = 1u << 16, DQ = 1u << 17, BW = 1u << 30, VL = 1u << 31 };
   enum : unsigned { VBMI = 1u << 1, VNNI = 1u << 11, BF16 = 1u << 5 };  // leaf 7: ECX, ECX; its second part: EAX
+#if defined(__APPLE__)  // macOS keeps them too, but sets their bits at a thread's first AVX-512 instruction only
+  enum : unsigned { YMM = 0x6, ZMM = YMM };
+#else
   enum : unsigned { YMM = 0x6, ZMM = 0xe6 };
+#endif
   const bool avx2 = has(1, 0, ECX, FMA | AVX | F16C) && has(7, 0, EBX, AVX2 | BMI2) && keeps(YMM);
   const bool avx512 = avx2 && has(7, 0, EBX, F | DQ | BW | VL) && keeps(ZMM);
   if (same(name, "avx2")) return avx2;

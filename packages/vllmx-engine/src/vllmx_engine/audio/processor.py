@@ -133,15 +133,16 @@ class PieceProcessor(AudioProcessor):
         whole, rest = divmod(size // frames.hop, self.piece)
         num_rows = whole * self._rows(self.piece) + self._rows(rest)
         num_frames = num_rows * (_FRAMES_OF_CHUNK_ROW if self.chunk else _FRAMES_READ)
-        samples = np.pad(samples, (0, size - samples.size))
+        if size > samples.size:  # else an hour would be copied
+            samples = np.pad(samples, (0, size - samples.size))
         num_bytes = num_frames * frames.num_mels * 4  # bytes of a float
         return AudioFit(samples, num_rows // self.rows_per_token, num_bytes)
 
     def inputs(self, start: int, fit: AudioFit) -> Sliced[list[ImageInput]]:
         """The pieces of an audio whose first token is at `start`."""
         count = fit.samples.size // self.frames.hop
-        silence = 0 if self.chunk else self.frames.size
-        frames = yield from self.frames.frames(np.pad(fit.samples, (0, silence)))
+        samples = fit.samples if self.chunk else np.pad(fit.samples, (0, self.frames.size))
+        frames = yield from self.frames.frames(samples)
         found: list[ImageInput] = []
         for begin in range(0, count, self.piece):
             some = frames[begin : min(begin + self.piece, count)]

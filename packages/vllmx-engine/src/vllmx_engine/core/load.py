@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 from vllmx_core.backend import LoadedModel, LoadOptions, free_memory
@@ -37,6 +38,7 @@ from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
+from vllmx_engine.images.kinds import find_video_processor
 from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.load")
@@ -188,9 +190,11 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         elif encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
             hears = features is not None and features.is_audio
+            sees_videos = not hears and not processor and find_video_processor(Path(info.path))
             info = msgspec.structs.replace(
                 info,
                 takes_images=not hears,
+                takes_videos=bool(sees_videos),
                 takes_audio=hears,
                 image_room=core.image_room,
                 image_processor=processor,

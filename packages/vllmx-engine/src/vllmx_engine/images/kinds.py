@@ -30,10 +30,8 @@ _WITH_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
 def find_video_processor(folder: Path) -> VideoProcessor | None:
     """The processor of videos that a model folder describes; None where it has none, or another
     one. Raises ConfigError for one that is damaged."""
-    config, name = (
-        read_json_object(folder / "video_preprocessor_config.json"),
-        "video_preprocessor_config.json",
-    )
+    name = "video_preprocessor_config.json"
+    config = read_json_object(folder / name)
     if not config:
         name = "processor_config.json"
         config = read_json_object(folder / name).get("video_processor") or {}

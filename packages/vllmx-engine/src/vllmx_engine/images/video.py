@@ -19,6 +19,7 @@ from vllmx_engine.wire.images import Kind, Pixels, PreparedImage
 from vllmx_engine.wire.messages import ImageInput
 
 if TYPE_CHECKING:
+    from av import VideoFrame
     from av.container import InputContainer
 
 T = TypeVar("T")
@@ -29,6 +30,10 @@ _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_
 """A file must not name others."""
 _MOST_FRAMES_S = 240
 """Frames of a second in a video that is read."""
+_MOST_PIXELS = 40_000_000_000
+"""Pixels of all frames together: 10 minutes of 1080p at 30 frames a second. One thread decodes
+them in about a minute (H.264, 760 million pixels a second)."""
+_PACKETS_OF_SLICE = 256
 _FPS = 24.0
 """Frames of a second where the file does not tell."""
 
@@ -82,16 +87,22 @@ class VideoProcessor(QwenImages):
         with _opened(data, limits, where) as container:
             stream = container.streams.video[0]
             rate = float(stream.average_rate or _FPS)
-            most, total = int(limits.max_seconds * min(rate, _MOST_FRAMES_S)), 0
-            for packet in container.demux(stream):
-                total += packet.size > 0
+            most = int(limits.max_seconds * min(rate, _MOST_FRAMES_S))
+            height, width = stream.height, stream.width
+            total = decoded = 0
+            for number, packet in enumerate(container.demux(stream), 1):
+                decoded += packet.size > 0
+                # An edit list drops frames that others need to be decoded.
+                total += packet.size > 0 and not packet.is_discard
                 if total > most:
                     raise InvalidRequestError(
                         f"{where} is a video of more than {limits.max_seconds:g} s: cut it, or"
                         " raise --max-video-seconds",
                         param=where,
                     )
-            height, width = stream.height, stream.width
+                _check_work(decoded * height * width, where, decoded, height, width)
+                if number % _PACKETS_OF_SLICE == 0:
+                    yield
         yield
         if not total or not height or not width:
             raise _unreadable(where)
@@ -143,23 +154,31 @@ class VideoProcessor(QwenImages):
         return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
 
     def _decoded(self, fit: VideoFit, limits: ImageLimits, where: str) -> Iterator[Pixels | None]:
-        """The wanted frames in order, None for each other one."""
-        wanted = iter(fit.numbers)
-        number = next(wanted)
+        """The wanted frames in order, None behind each packet. A video with fewer frames than
+        packets repeats its last one."""
+        wanted, index, pixels = list(reversed(fit.numbers)), 0, 0
+        last: VideoFrame | None = None
         with _opened(fit.data, limits, where) as container:
-            for index, frame in enumerate(container.decode(video=0)):
-                if index < number:
-                    yield None
-                    continue
-                if frame.width * frame.height > limits.max_pixels:
-                    raise _too_large(limits, where)
-                pixels: Pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
-                while number == index:
-                    yield pixels
-                    found = next(wanted, None)
-                    if found is None:
-                        return
-                    number = found
+            for count, packet in enumerate(container.demux(video=0), 1):
+                for last in packet.decode():
+                    _check_frame(last.width * last.height, limits, where)
+                    while wanted and wanted[-1] == index:
+                        wanted.pop()
+                        yield _pixels(last)
+                    index += 1
+                if not wanted:
+                    return
+                # The size may change between frames.
+                context = packet.stream.codec_context
+                pixels += context.width * context.height * (packet.size > 0)
+                _check_work(pixels, where, count, context.height, context.width)
+                yield None
+            if last is not None:
+                yield from (_pixels(last) for _ in wanted)
+
+
+def _pixels(frame: VideoFrame) -> Pixels:
+    return np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
 
 
 @contextmanager
@@ -176,8 +195,7 @@ def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[InputConta
             context = container.streams.video[0].codec_context
             context.options = {"max_pixels": str(2 * limits.max_pixels)}  # of padded rows
             context.thread_count = 1
-            if context.width * context.height > limits.max_pixels:
-                raise _too_large(limits, where)
+            _check_frame(context.width * context.height, limits, where)
             yield container
     except VllmxError:
         raise
@@ -191,9 +209,20 @@ def _unreadable(where: str) -> InvalidRequestError:
     )
 
 
-def _too_large(limits: ImageLimits, where: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{where} is a video with frames of more than {limits.max_pixels} pixels: send a smaller"
-        " one, or raise --max-image-pixels",
-        param=where,
-    )
+def _check_frame(pixels: int, limits: ImageLimits, where: str) -> None:
+    if pixels > limits.max_pixels:
+        raise InvalidRequestError(
+            f"{where} is a video with frames of more than {limits.max_pixels} pixels: send a"
+            " smaller one, or raise --max-image-pixels",
+            param=where,
+        )
+
+
+def _check_work(pixels: int, where: str, count: int, height: int, width: int) -> None:
+    """`pixels`: those of the first `count` frames together, the last one of this size."""
+    if pixels > _MOST_PIXELS:
+        raise InvalidRequestError(
+            f"{where} is a video of {count} or more frames of {width} x {height} pixels, at most"
+            f" {_MOST_PIXELS} pixels are decoded: send fewer frames, or a smaller picture",
+            param=where,
+        )

@@ -268,10 +268,12 @@ class ClipImages(SiglipImages):
 
 
 def check_ratio(height: int, width: int, where: str) -> None:
-    """Raises InvalidRequestError for an image that is much longer in one direction."""
-    if max(width, height) > _MAX_RATIO * min(width, height):
+    """Raises InvalidRequestError for an image or a video that is much longer in one direction. The
+    error names no size: that of a small video is not the sent one."""
+    ratio = max(width, height) / min(width, height)
+    if ratio > _MAX_RATIO:
         raise InvalidRequestError(
-            f"{where} is an image of {width} x {height} pixels: one side may be at most"
-            f" {_MAX_RATIO} times the other",
+            f"one side of {where} is {ratio:g} times the other, it may be at most {_MAX_RATIO}"
+            " times: send a part of it",
             param=where,
         )

@@ -42,6 +42,9 @@ def transcriber_for(builder: RequestBuilder) -> Transcriber:
 class ChatTranscriber(Transcriber):
     """One request hears all of an audio; its text has no times."""
 
+    tokens_per_s = 17.0
+    """Up to 13 of the audio, and 4 of its text."""
+
     def __init__(self, builder: RequestBuilder) -> None:
         self._builder = builder
         self._processor = find_audio_processor(Path(builder.info.path))
@@ -72,7 +75,7 @@ class ChatTranscriber(Transcriber):
         fit = self._processor.fit(window.samples, "file")
         room = self._builder.info.image_room or ImageRoom()
         room.check(fit.runs, fit.num_bytes, "file")
-        return self._processor.inputs(0, fit)
+        return (yield from self._processor.inputs(0, fit))
 
     def request(
         self,

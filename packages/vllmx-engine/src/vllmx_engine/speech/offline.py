@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, islice
+
 import msgspec
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
@@ -13,6 +16,7 @@ from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request, RequestOptions
 from vllmx_engine.speech.chat_transcriber import transcriber_for
 from vllmx_engine.speech.transcriber import SpeechTask, Transcription
+from vllmx_engine.wire.messages import ImageInput
 from vllmx_engine.wire.outputs import RequestOutput
 
 _TOGETHER = 16
@@ -33,16 +37,18 @@ def transcribe(engine: InlineEngine, audio: bytes | F32, task: SpeechTask) -> Tr
             raise InvalidRequestError("audio must be mono samples, finite numbers", param="audio")
     windows, options = list(transcriber.windows(samples)), RequestOptions()
     language = task.language or "en"
+    heard: Iterator[list[ImageInput]] = (finished(transcriber.heard(one)) for one in windows)
     if task.language is None and transcriber.languages:
-        detection = transcriber.detection(finished(transcriber.heard(windows[0])), options)
+        first = next(heard)
+        heard = chain([first], heard)
+        detection = transcriber.detection(first, options)
         language = transcriber.language_of(answers(engine, [detection])[0])
     found = Transcription("", language, samples.size / rate)
     texts: list[str] = []
     for begin in range(0, len(windows), _TOGETHER):
         some = windows[begin : begin + _TOGETHER]
         requests = [
-            transcriber.request(finished(transcriber.heard(one)), task, language, options)
-            for one in some
+            transcriber.request(one, task, language, options) for one in islice(heard, _TOGETHER)
         ]
         for window, output in zip(some, answers(engine, requests), strict=True):
             texts.append(transcriber.text_of(output))

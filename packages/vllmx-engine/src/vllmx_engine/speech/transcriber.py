@@ -80,6 +80,9 @@ class Transcriber:
     """Knows a model's special tokens and frames. Raises (constructor) UnsupportedModelError for a
     tokenizer without these, ConfigError for frames that cannot be made."""
 
+    tokens_per_s = 0.0
+    """A guess at the tokens of a second of audio, if windows have no fixed length."""
+
     def __init__(self, builder: RequestBuilder) -> None:
         self._builder, info = builder, builder.info
         place = Path(info.path) / "preprocessor_config.json"

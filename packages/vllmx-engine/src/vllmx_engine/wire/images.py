@@ -99,8 +99,8 @@ class ImageRoom(Record):
         if self.step_tokens is not None and longest > self.step_tokens:
             others = self.num_sequences - 1
             raise CapacityError(
-                f"an image of {longest} tokens, which this model sees in one step, does not fit"
-                f" next to {others} sequences: raise --max-num-batched-tokens to"
+                f"{SINGULAR[self.kind]} of {longest} tokens, which this model reads in one step,"
+                f" does not fit next to {others} sequences: raise --max-num-batched-tokens to"
                 f" {longest + others} or lower --max-num-seqs",
                 param="messages",
             )

@@ -403,6 +403,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The id with which its decoder begins."""
     takes_images: bool = False
     """It has a tower for them."""
+    takes_videos: bool = False
+    """It was compared with videos, which its tower for images sees."""
     takes_audio: bool = False
     """It has a tower for audio in conversations."""
     image_room: ImageRoom | None = None

@@ -291,10 +291,12 @@ def modalities_of(info: CoreInfo) -> list[Modality]:
         return ["audio"]
     if info.takes_audio:
         return ["text", "audio"]
+    if info.takes_videos:
+        return ["text", "image", "video"]
     return ["text", "image"] if info.takes_images else ["text"]
 
 
-Modality = Literal["text", "image", "audio"]
+Modality = Literal["text", "image", "video", "audio"]
 State = Literal["unloaded", "loading", "loaded", "failed"]
 
 

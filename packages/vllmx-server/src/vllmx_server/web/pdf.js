@@ -2,8 +2,8 @@
 import { glyphText, parsed, reader } from "./pdf_syntax.js";
 
 const MOST_INFLATED = 200 << 20;
-const MOST_CODES = 200_000; // of a font
-const MOST_STEPS = 20_000_000; // values and operators of content streams
+const LAST_CODE = 0xffff; // strings have one or two bytes for a letter
+const MOST_STEPS = 20_000_000; // values and operators of content streams, and codes of fonts
 const DEEPEST = 8; // forms within forms
 const IDENTITY = [1, 0, 0, 1, 0, 0];
 
@@ -74,6 +74,11 @@ class PdfFile {
     }
     for (const stream of packed) await this.unpack(stream);
     if (!this.get(this.get(this.root)?.Pages)) throw new Error("is no PDF that can be read");
+  }
+
+  /** Counts towards the bound on the work for a file. */
+  step() {
+    if ((this.steps += 1) > MOST_STEPS) throw new Error("is too large to be read here");
   }
 
   /** A later definition replaces an earlier one: files are updated by adding to them. */
@@ -235,7 +240,7 @@ class Sheet {
       },
     };
     for (let token; (token = parsed(source)) !== undefined; ) {
-      if ((this.file.steps += 1) > MOST_STEPS) throw new Error("is too large to be read here");
+      this.file.step();
       if (token?.op === undefined) {
         if (stack.length < 1000) stack.push(token);
         continue;
@@ -290,7 +295,7 @@ function product(a, b) {
 async function fontOf(file, font) {
   const isComposite = font.Subtype === "/Type0";
   const stream = file.get(font.ToUnicode);
-  const map = stream?.begin ? unicodeMap(await file.data(stream)) : null;
+  const map = stream?.begin ? unicodeMap(file, await file.data(stream)) : null;
   const widths = isComposite ? compositeWidths(file, font) : simpleWidths(file, font);
   const encoding = file.get(font.Encoding);
   const isUtf16 = isComposite && /UTF16|UCS2/.test(String(encoding));
@@ -308,13 +313,14 @@ async function fontOf(file, font) {
 }
 
 /** From codes to texts. */
-function unicodeMap(text) {
+function unicodeMap(file, text) {
   const map = new Map();
   const number = ({ bytes }) => [...bytes].reduce((sum, byte) => sum * 256 + byte.charCodeAt(0), 0);
   const utf16 = ({ bytes }) => new TextDecoder("utf-16be").decode(bytesOf(bytes));
   const source = reader(text, 0);
   let stack = [];
   for (let token; (token = parsed(source)) !== undefined; ) {
+    file.step();
     if (token?.op === undefined) {
       stack.push(token);
       continue;
@@ -326,12 +332,11 @@ function unicodeMap(text) {
     } else if (token.op === "endbfrange") {
       for (let at = 0; at + 2 < given.length; at += 3) {
         const [first, last, to] = [number(given[at]), number(given[at + 1]), given[at + 2]];
-        for (let code = first; code <= last && map.size < MOST_CODES; code += 1) {
+        const start = Array.isArray(to) ? "" : utf16(to);
+        for (let code = first; code <= Math.min(last, LAST_CODE); code += 1) {
+          file.step();
           if (Array.isArray(to)) map.set(code, to[code - first] ? utf16(to[code - first]) : "");
-          else {
-            const start = utf16(to);
-            map.set(code, start.slice(0, -1) + String.fromCharCode(start.charCodeAt(start.length - 1) + code - first));
-          }
+          else map.set(code, start.slice(0, -1) + String.fromCharCode(start.charCodeAt(start.length - 1) + code - first));
         }
       }
     }
@@ -350,16 +355,17 @@ function simpleWidths(file, font) {
 function compositeWidths(file, font) {
   const inner = file.get(file.get(font.DescendantFonts)?.[0]) ?? {};
   const found = new Map();
-  const given = (file.get(inner.W) ?? []).map((one) => file.get(one));
+  const given = file.get(inner.W) ?? [];
   for (let at = 0; at < given.length; ) {
-    const next = given[at + 1];
-    if (Array.isArray(next)) {
-      next.forEach((width, index) => found.set(given[at] + index, file.get(width)));
-      at += 2;
-    } else {
-      for (let code = given[at]; code <= next && found.size < MOST_CODES; code += 1) found.set(code, given[at + 2]);
-      at += 3;
+    file.step();
+    const [first, next, width] = [0, 1, 2].map((index) => file.get(given[at + index]));
+    const isList = Array.isArray(next);
+    const last = Math.min(isList ? first + next.length - 1 : next, LAST_CODE);
+    for (let code = Math.max(first, 0); code <= last; code += 1) {
+      file.step();
+      found.set(code, isList ? file.get(next[code - first]) : width);
     }
+    at += isList ? 2 : 3;
   }
   const other = file.get(inner.DW) ?? 1000;
   return (code) => found.get(code) ?? other;

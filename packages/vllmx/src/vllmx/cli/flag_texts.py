@@ -136,7 +136,7 @@ HELP: Mapping[str, str] = {
     "limit_images": "Images, videos or audio files of a request; 0 leaves out the tower for them.",
     "max_audio_bytes": "Bytes of one file of audio as it is sent.",
     "max_audio_seconds": "Seconds of one audio.",
-    "max_video_bytes": "Bytes of one video as it is sent.",
+    "max_video_bytes": "Bytes of one video as it is sent; --max-body-bytes bounds a data URL too.",
     "max_video_seconds": "Seconds of one video.",
     "max_image_bytes": "Bytes of one image as it is sent.",
     "max_image_pixels": "Pixels of one image, checked before it is decoded.",

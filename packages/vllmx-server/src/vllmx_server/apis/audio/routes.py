@@ -68,6 +68,8 @@ class Speech:
         self._transcriber = served.llm.transcriber
         self._started_s = time.monotonic()
         self.usage = Usage(0)
+        self._first: list[ImageInput] | None = None
+        """The first window, prepared to find the language."""
         last, rate = samples[-1], self._transcriber.frames.rate
         self.found = Transcription("", task.language or "", last.start_s + last.samples.size / rate)
 
@@ -113,7 +115,7 @@ class Speech:
         return await llm.slices.run(client, self._transcriber.heard(window))
 
     async def _start(self, window: Window, language: str, kind: OutputKind) -> Generation:
-        heard = await self._hear(window)
+        heard, self._first = self._first or await self._hear(window), None
         request = self._transcriber.request(heard, self._task, language, self._options)
         stream = self._served.llm.submit_built(request, kind)
         return self._generation([stream])
@@ -127,8 +129,8 @@ class Speech:
         """The language that was named, or that of the first window."""
         if self._task.language is not None or not self._transcriber.languages:
             return self._task.language or "en"
-        heard = await self._hear(self._windows[0])
-        request = self._transcriber.detection(heard, self._options)
+        self._first = await self._hear(self._windows[0])
+        request = self._transcriber.detection(self._first, self._options)
         generation = self._generation([self._served.llm.submit_built(request, "final")])
         try:
             (output,) = await generation.finals()
@@ -166,7 +168,9 @@ async def _answered(request: Request, *, translates: bool) -> Response:
         decoding = served.llm.slices.run(options.client, work)
         samples = await while_there(request.receive, decoding, deadline)
     windows = list(transcriber.windows(samples))
-    release = await served.admit(request, _TOKENS_OF_WINDOW * len(windows))
+    most_tokens = _TOKENS_OF_WINDOW * len(windows)
+    most_tokens += round(transcriber.tokens_per_s * samples.size / rate)
+    release = await served.admit(request, most_tokens)
     try:
         speech = Speech(served, windows, task, options, deadline)
         release.usage = speech.usage
@@ -226,7 +230,7 @@ def _route(path: str, endpoint: Endpoint, form: Form, events: Events | None) -> 
         GENERATING,
         (PlainTranscription, VerboseTranscription),
         form,
-        text="Of models that write down audio, such as Whisper and Qwen3-ASR; others answer 400.",
+        text="Needs a model that writes down audio, such as Whisper; others answer 400.",
         events=events,
         statuses=GENERATES,
         example=_EXAMPLE,
