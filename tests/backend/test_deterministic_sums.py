@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx import LLM
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
@@ -81,10 +80,3 @@ def test_ranks_that_cannot_share_the_parts() -> None:
     model: Model = REGISTRY.model_for(config).load()(config)
     with pytest.raises(ConfigError, match=r"into 2 parts, which 3 ranks .* choose .* 1 or 2, or"):
         sharded(model, random_weights(model), 64, 0, 3, deterministic=True)
-
-
-def test_backends_whose_sums_depend_on_shapes_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="backend 'numpy' depends on shapes: choose --backend cpu"
-    ):
-        LLM("demo", backend="numpy", deterministic=True)

@@ -13,8 +13,8 @@ import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
 from vllmx_core.errors import GrammarError
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_engine.client import inline
 from vllmx_engine.core import commit
+from vllmx_engine.grammar import check as grammars
 from vllmx_engine.grammar.check import check
 from vllmx_engine.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def test_a_grammar_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
         checked.append(arguments)
         return check(*arguments)
 
-    monkeypatch.setattr(inline, "check", noted)
+    monkeypatch.setattr(grammars, "check", noted)
     for choices in (["seen", "once"], ["seen", "twice"], ["seen", "once"]):
         form = StructuredOutputsParams(choice=choices)
         params = SamplingParams(max_tokens=8, structured_outputs=form)

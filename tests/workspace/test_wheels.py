@@ -157,7 +157,7 @@ def test_tags_of_the_cpu_wheel(
 
 
 OURS = {
-    "vllmx": 0.16, "vllmx-core": 0.28, "vllmx-engine": 0.54, "vllmx-models": 0.43,
+    "vllmx": 0.16, "vllmx-core": 0.28, "vllmx-engine": 0.57, "vllmx-models": 0.43,
     "vllmx-server": 0.58, "vllmx-demo": 9.6, "vllmx-cpu": 2.8, "vllmx-torch": 0.1,
     "vllmx-metal": 0.1, "vllmx-cuda": 0.36, "vllmx-tp": 0.07, "vllmx-testing": 0.15,
     "vllmx-ray": 0.02,

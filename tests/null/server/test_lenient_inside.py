@@ -199,7 +199,7 @@ async def test_unknown_parts_stay_refused(served: Served, role: str, part: dict[
     talk = [{"role": role, "content": [part]}, {"role": "user", "content": "hi"}]
     response = await served.client.post(CHAT, json={"messages": talk, "max_tokens": 1})
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == "messages[0].content"
+    assert response.json()["error"]["param"].startswith("messages[0].content")
     if part["type"] == "nonsense":
         for path in (MESSAGES, RESPONSES):
             rest = {"input": talk} if path == RESPONSES else {"messages": talk, "max_tokens": 1}

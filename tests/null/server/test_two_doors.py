@@ -55,7 +55,7 @@ REFUSED: tuple[tuple[list[Any], str], ...] = (
     ([user(None)], "messages[0].content"),
     ([user([])], "messages[0].content"),
     ([user([{"type": "input_audio", "input_audio": {"data": "x"}}])], "messages[0].content[0]"),
-    ([user([{"type": "video_url"}])], "messages[0].content"),
+    ([user([{"type": "video_url", "video_url": {"url": "x"}}])], "messages[0].content[0]"),
     ([user("x"), assistant([{"type": "nonsense"}])], "messages[1].content"),
     ([user([{"type": "file", "file": {"file_id": "x"}}])], "messages[0].content"),
     ([user([{"type": "text"}])], "messages[0].content"),
@@ -116,7 +116,7 @@ async def test_conversations_that_both_refuse(served: Served) -> None:
 
 
 async def test_unknown_parts_are_named(served: Served) -> None:
-    for kind in ("file", "video_url", "nonsense"):
+    for kind in ("file", "nonsense"):
         with pytest.raises(InvalidRequestError, match=rf"part of type '{kind}'.*: send its text"):
             await in_python(served, [user(["x", {"type": kind, kind: "y"}])])
     ids = await in_python(
