@@ -4,13 +4,17 @@ launch every op on its own."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.driver import UNFUSED_SWITCH
+from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.families.llama import llama
 from vllmx_models.families.mistral import mistral
 from vllmx_models.families.qwen import qwen3
+from vllmx_testing.cuda.emulated_device import EmulatedDevice, array
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 
 from .cuda_models import (
@@ -107,3 +111,43 @@ def test_ids_of_coded_weights_are_those_of_single_ops(
         finally:
             loaded.close()
     assert found[0] == found[1]
+
+
+class ListeningDevice(EmulatedDevice):
+    """The parts of the sum of the first row's squares, as each norm of a product reads them."""
+
+    def __init__(self) -> None:
+        super().__init__(emulator=EMULATOR)
+        self.squares: list[np.ndarray[Any, Any]] = []
+
+    def launch(self, variant: Variant, sizes: dict[str, int], arguments: Any) -> None:
+        names = [argument.name for argument in variant.kernel.arguments]
+        given = dict(zip(names, arguments, strict=True))
+        if given.get("norm_squares") is not None:
+            parts = array(given["norm_squares"], np.float32)
+            self.squares.append(parts[: given["num_squares"]].copy())
+        super().launch(variant, sizes, arguments)
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8", "gptq"])
+def test_the_bits_of_a_row_do_not_depend_on_its_batch(form: str) -> None:
+    """Blocks of a product of 1 row have fewer outputs than those of more rows."""
+    device, source = ListeningDevice(), SOURCES[form]()
+    how = replace(options("bf16"), enforce_eager=True, max_num_seqs=16, num_kv_blocks=16)
+    loaded, found = CudaBackend(lambda: device, tune_s=0).load(MODEL, source, how), []
+    try:
+        for count in (1, 3, 16):
+            plan = make_plan([Row([3 + i], 0, [i]) for i in range(count)], 16)
+            rows = sampling_rows(count, num_logprobs=MODEL.shape.vocab_size)
+            device.squares.clear()
+            logprobs = loaded.step(plan, rows).result().logprobs
+            assert logprobs is not None
+            squares = np.array(device.squares)
+            assert len(squares) == 2 * LAYERS - 1  # all but the first and the last norm
+            assert squares.all()
+            found.append((squares, logprobs.top_ids[0], logprobs.top[0]))
+    finally:
+        loaded.close()
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(got, want)

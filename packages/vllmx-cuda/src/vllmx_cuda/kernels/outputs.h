@@ -69,7 +69,8 @@ VX_DEV bool arrives_last(u32* counter, int count, int* arrived) {
 }
 
 // What the outputs are added to, a residual (M, N) or null, which may lie where y does; and where the sums of
-// their squares over a block go, for the norm behind (input_norm.h): (M, gridDim.x) or null.
+// the squares of each 16 outputs go (of 8 where a block has no more), for the norm behind (input_norm.h):
+// (M, ceil(N / 16)) or null. A block of 32 leaves two, so that the order of sums does not depend on VX_ROWS.
 struct Added {
   const elem* residual;
   float* squares;
@@ -78,7 +79,8 @@ struct Added {
 // Stores an output of each thread of a warp, which are ROWS neighbours of a token; `inside`: it is one of y's.
 template <int ROWS>
 VX_DEV void store_output(out_elem* y, float sum, const float* bias, const Added& added, int token, int row,
-                         bool inside, int pitch) {
+                         bool inside, int n, int pitch) {
+  constexpr int run = ROWS < 16 ? ROWS : 16;
   float square = 0.f;
   if (inside) {
     size_t at = (size_t)token * pitch + row;
@@ -90,8 +92,8 @@ VX_DEV void store_output(out_elem* y, float sum, const float* bias, const Added&
   }
   if (!added.squares) return;
 #pragma unroll
-  for (int lanes = ROWS / 2; lanes > 0; lanes >>= 1) square += __shfl_xor_sync(VX_ALL, square, lanes);
-  if (inside && threadIdx.x % ROWS == 0) added.squares[(size_t)token * gridDim.x + blockIdx.x] = square;
+  for (int lanes = run / 2; lanes > 0; lanes >>= 1) square += __shfl_xor_sync(VX_ALL, square, lanes);
+  if (inside && threadIdx.x % run == 0) added.squares[(size_t)token * ((n + run - 1) / run) + row / run] = square;
 }
 
 #define PADDING 4  // writes of a warp hit all banks
@@ -137,7 +139,7 @@ VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float
     bool inside = row0 + row < n && token0 + token < m;
     float sum = add_tree<WARPS>(part + token * stride + row, TOKENS * stride);
     if (splits == 1) {
-      store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, pitch);
+      store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, n, pitch);
     } else if (inside) {
       partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
     }
@@ -150,7 +152,7 @@ VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float
     const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
     float sum = inside ? parts[0] : 0.f;
     for (int s = 1; inside && s < splits; s++) sum += parts[(size_t)s * m * n];
-    store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, pitch);
+    store_output<ROWS>(y, sum, bias, added, token0 + token, row0 + row, inside, n, pitch);
   }
 }
 

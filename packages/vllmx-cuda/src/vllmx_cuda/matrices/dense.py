@@ -94,13 +94,13 @@ class Dense:
                 outputs,
                 k,
                 operands.pitch,
-                *(operands.fused(m) if parts else ()),
+                *(operands.fused() if parts else ()),
             )
             launcher.device.launch(kernel, sizes, arguments)
 
         blocks = ceil_div(n, MMA_OUTPUTS * row_tiles(n, processors))
         gates = by_mma and chosen[1].splits == 1
-        return SegmentProduct(enqueue, blocks=(lambda m: blocks) if by_mma else None, gates=gates)
+        return SegmentProduct(enqueue, blocks=blocks if by_mma else None, gates=gates)
 
     def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
         kernel = launcher.variant("gather_rows", VX_VEC=vector_width(segment.cols))

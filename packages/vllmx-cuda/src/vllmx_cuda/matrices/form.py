@@ -78,8 +78,8 @@ class InputNorm:
     """An RMS norm that a product takes of its x."""
 
     weight: Memory | None  # (cols,) float32
-    squares: Memory  # (m, count(m)) float32: parts of the sums of the squares of each row
-    count: Callable[[int], int]
+    squares: Memory  # (m, count) float32: parts of the sums of the squares of each row
+    count: int
     eps: float
 
 
@@ -108,12 +108,12 @@ class Operands:
         """`FUSIONS` of a kernel."""
         return {"VX_NORM": int(self.norm is not None), "VX_GATED": self.gate}
 
-    def fused(self, m: int) -> tuple[Memory | int | float | None, ...]:
+    def fused(self) -> tuple[Memory | int | float | None, ...]:
         """The arguments `FUSED` of a kernel."""
         if self.norm is None:
             return self.residual, self.squares, None, None, 0, 0.0
         norm = self.norm
-        return self.residual, self.squares, norm.weight, norm.squares, norm.count(m), norm.eps
+        return self.residual, self.squares, norm.weight, norm.squares, norm.count, norm.eps
 
 
 class Launcher(Protocol):
@@ -162,9 +162,9 @@ class SegmentProduct:
     """x as these is in the scratch when it is asked for as many rows as `wants_codes` says yes
     to."""
     wants_codes: Callable[[int], bool] = lambda _: True
-    blocks: Callable[[int], int] | None = None
-    """The parts in which it leaves the squares of each of so many rows of y; None: it knows neither
-    residuals nor norms."""
+    blocks: int | None = None
+    """The parts in which it leaves the squares of each row of y; None: it knows neither residuals
+    nor norms."""
     gates: bool = False
     """True if it has `Operands.gate`."""
 

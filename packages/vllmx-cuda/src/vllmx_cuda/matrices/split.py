@@ -48,9 +48,6 @@ def split_product(
     counts = (1, 2, *(8 * tiles for tiles in TILES))
     kernels = {tokens: variant(tokens) for tokens in counts if tokens <= most}
 
-    def chosen(m: int) -> Variant:
-        return kernels[next((tokens for tokens in kernels if tokens >= m), most)]
-
     def multiply(m: int) -> None:
         arguments = (
             operands.x,
@@ -63,13 +60,11 @@ def split_product(
             k,
             operands.pitch,
             *layout,
-            *operands.fused(m),
+            *operands.fused(),
         )
         sizes = {"tokens": m, "outputs": outputs, "width": k, "splits": parts}
-        launcher.device.launch(chosen(m), sizes, arguments)
-
-    def blocks(m: int) -> int:
-        return ceil_div(n, TILE_ROWS * dict(chosen(m).options)["VX_ROWS"])
+        tokens = next((tokens for tokens in kernels if tokens >= m), most)
+        launcher.device.launch(kernels[tokens], sizes, arguments)
 
     gates = parts == 1 and n % (2 * TILE_ROWS) == 0
-    return SegmentProduct(multiply, blocks=blocks, gates=gates)
+    return SegmentProduct(multiply, blocks=ceil_div(n, TILE_ROWS), gates=gates)
