@@ -183,7 +183,9 @@ class ReplicaFrontend:
     async def sleep(self, level: int = 2) -> None:
         """Ends all cores until `wake`. Raises as `ProcessFrontend.sleep`."""
         running = [one for one in self._sleepers() if one.status in _RUNS]
-        await asyncio.gather(*(one.sleep(level) for one in running))
+        # One of them holds the files, which all share.
+        await asyncio.gather(*(one.sleep(level if one is running[0] else 2) for one in running))
+        self._changes.is_paused = False  # cores start unpaused
         self._refresh()
 
     async def wake(self) -> None:
