@@ -11,7 +11,7 @@ from vllmx_core.errors import OpError, VllmxError
 from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.specs import ModelSpec
 from vllmx_core.recorded.recording import record
-from vllmx_models.json_files import read_json_object
+from vllmx_core.system.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 from vllmx_testing.synthetic import ArraySource
 

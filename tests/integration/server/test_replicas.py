@@ -137,7 +137,7 @@ def test_operators_calls_reach_all_replicas(server: RunningServer) -> None:
     texts(server)
     server.becomes_idle()
     assert server.post("/reset_prefix_cache", headers=ADMIN).json()["reset"] == {"fake": True}
-    assert server.post("/sleep", headers=ADMIN).status_code == 200
+    assert server.post("/sleep?mode=abort", headers=ADMIN).status_code == 200
     wait_until(lambda: states(server) == ["asleep", "asleep"] and not cores(server))
     assert server.get("/health").status_code == 503
     assert server.post("/wake", headers=ADMIN).status_code == 200

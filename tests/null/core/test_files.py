@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, VllmxError, WeightFormatError
 from vllmx_core.system.files import open_model_file, open_regular, replacing, warn_of_readers
+from vllmx_core.system.json_files import read_json_object
 from vllmx_engine.text.model_files import read_bytes, read_chat_templates
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.safetensors import open_checkpoint
-from vllmx_models.json_files import read_json_object
 
 READERS: dict[str, tuple[Callable[[Path], object], type[VllmxError]]] = {
     "config.json": (read_json_object, ModelNotFoundError),

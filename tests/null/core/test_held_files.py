@@ -8,15 +8,30 @@ import mmap
 from pathlib import Path
 
 import pytest
-from vllmx_core.system.held_files import HeldFiles, weight_files
+from vllmx_core.system.held_files import HeldFiles
+from vllmx_core.weights.file_names import weight_files
 
 
-def test_files_of_weights(tmp_path: Path) -> None:
-    for name in ("b.safetensors", "a.safetensors", "c.gguf", "config.json"):
-        (tmp_path / name).write_bytes(b"x")
-    found = [path.name for path in weight_files(tmp_path)]
-    assert found == ["a.safetensors", "b.safetensors", "c.gguf"]
-    assert weight_files(tmp_path / "c.gguf") == [tmp_path / "c.gguf"]
+@pytest.mark.parametrize(
+    ("there", "path", "wanted"),
+    [
+        ("b.safetensors a.safetensors config.json", "", "a.safetensors b.safetensors"),
+        ("model.safetensors other.safetensors", "", "model.safetensors"),
+        ("consolidated.safetensors model-1.safetensors", "", "model-1.safetensors"),
+        ("consolidated.safetensors params.json", "", "consolidated.safetensors"),
+        ("c.gguf config.json", "", "c.gguf"),
+        ("c.gguf d.gguf", "c.gguf", "c.gguf"),
+        (
+            "c-00001-of-00002.gguf c-00002-of-00002.gguf d.gguf",
+            "c-00001-of-00002.gguf",
+            "c-00001-of-00002.gguf c-00002-of-00002.gguf",
+        ),
+    ],
+)
+def test_files_of_weights(tmp_path: Path, there: str, path: str, wanted: str) -> None:
+    for name in there.split():
+        (tmp_path / name).write_text("{}")
+    assert weight_files(tmp_path / path) == [tmp_path / name for name in wanted.split()]
 
 
 def test_pages_are_in_memory_until_the_end(tmp_path: Path) -> None:
@@ -45,6 +60,23 @@ def test_what_cannot_be_locked_is_said(
         held = HeldFiles(weight_files(tmp_path))
     assert held.num_locked == 0
     assert "only 0 of 100 bytes of weights are locked" in caplog.text
+    held.close()
+
+
+def test_a_system_that_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Windows, whose ctypes opens no library without a name. A file that is gone is named."""
+    (tmp_path / "model.gguf").write_bytes(b"x" * 100)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.delattr(mmap, "PROT_READ", raising=False)
+    held = HeldFiles([tmp_path / "gone.gguf", tmp_path / "model.gguf"])
+    assert (held.num_bytes, held.num_locked) == (100, 0)
+    assert "gone.gguf cannot stay in memory (No such file" in caplog.text
     held.close()
 
 

@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
+from vllmx_core.system import held_files
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link import supervisor
 from vllmx_engine.link.process_frontend import ProcessFrontend
@@ -230,6 +232,32 @@ async def test_a_core_sleeps_while_it_starts_again(
         assert await answer(llm)
 
 
+async def test_a_core_closed_while_it_goes_to_sleep_holds_no_files(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, closed = threading.Event(), threading.Event()
+    held: list[bool] = []
+
+    class Slow:
+        def __init__(self, files: list[Path]) -> None:
+            begun.set()
+            assert closed.wait(PATIENCE_S)
+            held.append(True)
+
+        def close(self) -> None:
+            held.clear()
+
+    monkeypatch.setattr(held_files, "HeldFiles", Slow)
+    async with make_engine(in_process=False) as llm:
+        frontend = frontend_of(llm)
+        sleeping = asyncio.create_task(frontend.sleep(1))
+        await until(begun.is_set)
+        await frontend.close()
+        closed.set()
+        await sleeping
+        assert not held
+
+
 @pytest.mark.parametrize(
     "garbage", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x01\0\0\0\x80"]
 )
@@ -348,6 +376,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
+from vllmx_core.system import held_files
 from vllmx_testing.fake_checkpoint import FakePlugin
 from vllmx_engine.async_llm import AsyncLLM
 

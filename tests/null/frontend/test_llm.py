@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import errno
+import mmap
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,6 +238,33 @@ def test_context_shrinks_to_what_the_cache_holds(
         assert len(output.outputs[0].token_ids) == 62
     with LLM(folder, registry=registry, backend="fake", num_kv_blocks=2) as llm:
         assert llm.info.max_model_len == 32
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOMEM])
+def test_weights_are_held_from_sleep_to_close(
+    folder: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    """An engine that cannot keep its files in memory sleeps and wakes all the same."""
+    made: list[mmap.mmap] = []
+    mapping = mmap.mmap
+
+    def mapped(*arguments: int, **options: int) -> mmap.mmap:
+        if error is not None:
+            raise OSError(error, "Cannot allocate memory")
+        made.append(mapping(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+    Path(folder, "model.safetensors").write_bytes(bytes(9))
+    with LLM(folder, registry=registry, backend="fake") as llm:
+        llm.sleep(1)
+        assert llm.is_sleeping
+        llm.wake_up()
+        assert llm.generate("hi", GREEDY)[0].outputs[0].token_ids == expected("hi")
+        llm.sleep(1)
+    assert not llm.is_sleeping
+    assert all(one.closed for one in made)
+    assert bool(made) is (error is None)
 
 
 def test_special_tokens_that_users_spell_are_text(folder: str, registry: Registry) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.errors import CapacityError, ModelNotFoundError
-from vllmx_models.file_names import largest_that_fits
+from vllmx_core.weights.file_names import largest_that_fits
 from vllmx_models.sources import choose_file, hub_file, hub_snapshot, local_path, modelscope_model
 
 from tests.hub_server import COMMIT, FILES, TOKEN, serving_hub
@@ -32,7 +32,7 @@ import vllmx_core.system.logs as logs
 logs.configure_logging("warning")
 from vllmx_core.errors import ModelNotFoundError
 from vllmx_core.errors import CapacityError, ModelNotFoundError
-from vllmx_models.file_names import largest_that_fits
+from vllmx_core.weights.file_names import largest_that_fits
 from vllmx_models.sources import choose_file, hub_file, hub_snapshot, hub_tower
 model, revision, progress = json.loads(sys.argv[1])
 try:

@@ -247,6 +247,28 @@ async def test_calls_reach_all_and_are_repeated_for_one_that_starts_again(seen: 
         await seen.frontend.drain(5, 0.0)
 
 
+async def test_replicas_wake_unpaused_and_one_holds_the_files(seen: Seen) -> None:
+    levels: list[int] = []
+    for core in seen.cores:
+
+        async def sleep(level: int, core: PlayedCore = core) -> None:
+            levels.append(level)
+            core.status = "asleep"
+
+        async def wake(core: PlayedCore = core) -> None:
+            core.live()
+
+        vars(core).update(sleep=sleep, wake=wake)
+    await seen.frontend.call("pause", "abort")
+    await seen.frontend.sleep(1)
+    assert levels == [1, 2, 2]
+    for core in seen.cores:
+        core.sent.clear()
+    await seen.frontend.wake()
+    await until(lambda: all(seat.serves for seat in seen.frontend._seats.values()))
+    assert not any(isinstance(one, Call) for core in seen.cores for one in core.sent)
+
+
 async def test_an_adapters_requests_go_where_it_is(seen: Seen) -> None:
     core = seen.cores[2]
     assert core.listener is not None

@@ -14,8 +14,7 @@ from vllmx_core.config_values import nearest
 from vllmx_core.errors import ModelNotFoundError, VllmxError, WeightFormatError
 from vllmx_core.records import Record
 from vllmx_core.system.files import open_model_file
-
-from vllmx_models.file_names import is_model_file, shard_names, weight_files
+from vllmx_core.weights.file_names import is_model_file, named_files, shard_names
 
 PREFIX = "models--"
 
@@ -148,7 +147,7 @@ def _fault_of_folder(snapshot: Path) -> str:
     if not (snapshot / "config.json").is_file():
         return "config.json is missing"
     try:
-        names = weight_files(snapshot)
+        names, _ = named_files(snapshot)
     except VllmxError as error:
         return error.message
     return _fault_of_files(snapshot, names) if names else "the weights are missing"

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from vllmx_core.errors import ConfigError, ModelNotFoundError, VllmxError
 from vllmx_core.records import Record
 from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.file_names import is_model_file, projector_among, shard_names
 
-from vllmx_models.file_names import is_model_file, projector_among, shard_names
 from vllmx_models.hub_cache import cache_folder, repo_folder
 from vllmx_models.sources import ALLOW, IGNORE, choose_file, is_gguf_name, is_repo_id
 from vllmx_models.sources import unreachable_model as unreachable

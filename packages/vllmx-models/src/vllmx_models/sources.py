@@ -12,15 +12,15 @@ from typing import Any
 
 from vllmx_core.errors import CapacityError, ModelNotFoundError, WeightFormatError, excerpt
 from vllmx_core.system.memory import format_bytes, free_bytes
-
-from vllmx_models.file_names import (
+from vllmx_core.weights.file_names import (
     FILE_SHARE,
     is_model_file,
     largest_that_fits,
+    named_files,
     projector_among,
     shard_names,
-    weight_files,
 )
+
 from vllmx_models.hub_cache import cached_models
 
 logger = logging.getLogger("vllmx.load")
@@ -301,7 +301,7 @@ def _is_whole(snapshot: Path, named: Sequence[str] = ()) -> bool:
     if not (snapshot / "config.json").is_file():
         return False
     try:
-        names = weight_files(snapshot)
+        names, _ = named_files(snapshot)
     except (ModelNotFoundError, WeightFormatError):
         return False
     return bool(names) and all((snapshot / name).is_file() for name in names)

@@ -9,7 +9,8 @@ from typing import Literal
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.plugins.registry import Registry
-from vllmx_core.system.held_files import HeldFiles, weight_files
+from vllmx_core.system.held_files import HeldFiles
+from vllmx_core.weights.file_names import weight_files
 
 from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.core.engine_core import EngineCore
@@ -35,9 +36,9 @@ class CanSleep(HasEngine):
         if level not in (1, 2):
             raise InvalidRequestError(f"level is 1 or 2, got {shown(str(level))}", param="level")
         if self._held is None:
-            path = Path(self._engine.info.path)
-            self.close()
-            self._held = HeldFiles(weight_files(path) if level == 1 else ())
+            files = weight_files(Path(self._engine.info.path)) if level == 1 else ()
+            super().close()
+            self._held = HeldFiles(files)  # now that the memory is free
 
     def wake_up(self, tags: Collection[WakeTag] | None = None) -> None:
         """Loads the model again, as the constructor does; nothing if it is awake. Weights and KV
@@ -47,6 +48,15 @@ class CanSleep(HasEngine):
             raise InvalidRequestError(text, param="tags")
         if self._held is not None:
             super().__init__(self._config, self._registry)
+            self._let_go()
+
+    def close(self) -> None:
+        """Frees the model, and the memory of one that sleeps. May be called twice."""
+        super().close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
             self._held.close()
             self._held = None
 

@@ -4,13 +4,13 @@ the process."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from hashlib import blake2b, sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.weights.file_names import weight_files
 
 from vllmx_engine.core.found_model import FoundModel
 
@@ -36,7 +36,9 @@ def fingerprint(found: FoundModel, info: LoadedInfo) -> str:
     of the options and the code that it computes by. A copy with other times is another model."""
     digest = blake2b(digest_size=32)
     roots = [path for path in (found.path, found.mmproj) if path is not None]
-    for path in (file for root in roots for file in _files(root)):
+    for path in (
+        file for root in roots for file in (*weight_files(root), *sorted(root.glob("*.json")))
+    ):
         facts = path.stat()
         digest.update(repr((path.name, facts.st_size, facts.st_mtime_ns)).encode())
         with open(path, "rb") as file:
@@ -57,13 +59,6 @@ def blocks_of(found: FoundModel, core: EngineCore, block_bytes: int) -> str:
         f"{identity.model} in {identity.dtype}, {block_bytes} bytes for {identity.block_size}"
         f" tokens, {' '.join(map(str, _kernels(info)))} ({options})"
     )
-
-
-def _files(root: Path) -> Iterable[Path]:
-    if root.is_file():
-        return [root]
-    kinds = ("*.safetensors", "*.gguf", "*.json")
-    return sorted(path for kind in kinds for path in root.glob(kind) if path.is_file())
 
 
 def _kernels(info: LoadedInfo) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
+from vllmx_core.weights.file_names import weight_files
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbeat, lost_with
@@ -137,9 +138,11 @@ class ProcessFrontend(CoreFrontend):
     async def sleep(self, level: int = 2) -> None:
         """Ends the core until `wake`: all that it holds is free. At level 1 the files of weights
         stay in the host's memory, so that `wake` reads no disk. Requests in flight are lost. Raises
-        EngineDeadError where it neither runs nor starts again."""
+        EngineDeadError where it neither runs nor starts again, and WeightFormatError where the
+        files cannot be listed."""
         if self.status not in ("ready", "restarting"):
             raise self.unavailable()
+        files = weight_files(Path(self._start.path)) if level == 1 else []
         self.status = "asleep"
         if self._restarting is not None:
             self._restarting.cancel()
@@ -147,12 +150,13 @@ class ProcessFrontend(CoreFrontend):
         self._tell_lost(EngineDeadError(ASLEEP))
         await self._core.stop()
         if level == 1:
-            from vllmx_core.system.held_files import HeldFiles, weight_files  # few starts need it
+            from vllmx_core.system.held_files import HeldFiles  # few starts need it
 
-            files = weight_files(Path(self._start.path))
             async with self._waking:
                 if self.status == "asleep":
                     self._held = await asyncio.to_thread(HeldFiles, files)
+                if self.status != "asleep":  # closed meanwhile
+                    self._let_go()
 
     async def wake(self) -> None:
         """Starts it again after `sleep`. Raises what it met then, and it sleeps on."""

@@ -183,7 +183,8 @@ class ReplicaFrontend:
     async def sleep(self, level: int = 2) -> None:
         """Ends all cores until `wake`. Raises as `ProcessFrontend.sleep`."""
         running = [one for one in self._sleepers() if one.status in _RUNS]
-        await asyncio.gather(*(one.sleep(level) for one in running))
+        # One of them holds the files, which all share.
+        await asyncio.gather(*(one.sleep(level if one is running[0] else 2) for one in running))
         self._refresh()
 
     async def wake(self) -> None:
@@ -372,6 +373,8 @@ class ReplicaFrontend:
         order: tuple[Status, ...] = ("ready", "restarting", "asleep", "dead", "closed")
         was_dead = self.status == "dead"
         self.status = next(status for status in order if status in statuses)
+        if self.status == "asleep":
+            self._changes.is_paused = False  # cores wake unpaused
         self.info = merged_info([seat.frontend.info for seat in seats])
         if self.status == "dead" and not was_dead and self.listener is not None:
             self.listener.dead()

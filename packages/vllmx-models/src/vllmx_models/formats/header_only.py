@@ -24,11 +24,11 @@ from vllmx_core.plugins.checkpoint import (
     text_checkpoint,
 )
 from vllmx_core.plugins.registry import Registry
+from vllmx_core.system.json_files import read_json_object
+from vllmx_core.weights.file_names import shard_names
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_models.file_names import shard_names
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.sources import is_gguf_name, is_repo_id, unreachable_model
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.system.json_files import read_json_object
 from vllmx_core.weights.part import SourceOver, WeightPart, WeightSource
 
 from vllmx_models.config import ConfigReader
-from vllmx_models.json_files import read_json_object
 
 PARAMS_NAME = "params.json"
 WEIGHTS = "consolidated*.safetensors"

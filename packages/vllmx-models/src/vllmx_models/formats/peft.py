@@ -12,9 +12,9 @@ from vllmx_core.adapters import Adapter, LowRank, module_key
 from vllmx_core.errors import AdapterError, ModelNotFoundError, shown
 from vllmx_core.plan import F32
 from vllmx_core.plugins.registry import Registry
+from vllmx_core.system.json_files import read_json_object
 
 from vllmx_models.formats.safetensors_file import SafetensorsFile
-from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.patterns import Pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing
 from vllmx_core.plugins.checkpoint import Checkpoint
+from vllmx_core.system.json_files import read_json_object
+from vllmx_core.weights.file_names import INDEX_NAME, named_files
 from vllmx_core.weights.files import KeptReads
 from vllmx_core.weights.part import DENSE, StoredPart
 
-from vllmx_models.file_names import INDEX_NAME, named_files
 from vllmx_models.formats.mistral_folder import WEIGHTS, MistralNames, read_params
 from vllmx_models.formats.safetensors_file import SafetensorsFile
-from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 
 logger = logging.getLogger("vllmx.models")

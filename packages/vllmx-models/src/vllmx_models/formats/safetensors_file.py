@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
+from vllmx_core.system.json_files import MIB, parse_json_object
 from vllmx_core.weights.files import KeptReads, WeightFile
 from vllmx_core.weights.tensor import DType, RawTensor
-
-from vllmx_models.json_files import MIB, parse_json_object
 
 MAX_HEADER_BYTES = 100 * MIB
 MAX_RANK = 16

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllmx_models.json_files import read_json_object
+from vllmx_core.system.json_files import read_json_object
 
 OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that AutoGPTQ and AutoAWQ wrote before transformers knew them -> quant_method."""

@@ -17,8 +17,8 @@ from vllmx_core.errors import (
 from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
+from vllmx_core.weights.file_names import projector_among
 
-from vllmx_models.file_names import projector_among
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
+from vllmx_core.weights.file_names import first_shard, shard_names
 
-from vllmx_models.file_names import first_shard, shard_names
 from vllmx_models.formats.gguf.file import GGUFFile
 
 

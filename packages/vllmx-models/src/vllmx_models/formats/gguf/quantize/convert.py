@@ -20,10 +20,10 @@ from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.weights.encoding import Encoded
+from vllmx_core.weights.file_names import shard_names
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.file_names import shard_names
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.gguf.places import is_norm, shifted, split_name
 from vllmx_models.formats.gguf.quantize import losses

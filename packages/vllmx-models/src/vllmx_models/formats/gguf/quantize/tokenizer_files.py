@@ -8,8 +8,7 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.records import Record
-
-from vllmx_models.json_files import MIB, read_json_object, read_text
+from vllmx_core.system.json_files import MIB, read_json_object, read_text
 
 MAX_TOKENIZER_BYTES = 256 * MIB
 MAX_TEMPLATE_BYTES = MIB

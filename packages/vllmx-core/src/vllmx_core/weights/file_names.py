@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import WeightFormatError, shown
-
-from vllmx_models.json_files import MAX_INDEX_BYTES, read_json_object
+from vllmx_core.system.json_files import MAX_INDEX_BYTES, read_json_object
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_SHARDS = 4096
@@ -53,10 +52,14 @@ def projector_among(names: Sequence[str]) -> str | None:
     return next((typed[kind] for kind in _TYPES if kind in typed), None)
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Names of a folder's weight files, which may be missing. Raises WeightFormatError
-    for a bad index."""
-    return named_files(folder)[0]
+def weight_files(path: Path) -> list[Path]:
+    """The files that a model's weights are read from, which may be missing: all shards of a GGUF
+    file, or those of a folder. Raises WeightFormatError for a bad index."""
+    if not path.is_dir():
+        return [path.with_name(name) for name in shard_names(path.name)]
+    if names := named_files(path)[0]:
+        return [path / name for name in names]
+    return sorted(each for kind in ("*.safetensors", "*.gguf") for each in path.glob(kind))
 
 
 def named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
