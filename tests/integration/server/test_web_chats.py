@@ -346,7 +346,7 @@ def test_token_probabilities(open_tab: OpenTab) -> None:
     tab.page.locator(".tokens summary").click()
     tokens = tab.page.locator(".tokens .token")
     text = tab.answers().locator(".prose").text_content()
-    assert tokens.count() == 6
+    wait_until(lambda: tokens.count() == 6)
     assert "".join(tokens.all_text_contents()).split() == text.split()  # markdown shows no more
     chosen = tab.page.locator(".tokens caption")
     tab.page.locator(".tokens .line").press("ArrowRight")

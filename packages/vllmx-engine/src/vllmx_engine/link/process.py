@@ -129,7 +129,7 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
         if clients is not None:
             clients.open(info)
         gc.freeze()  # no step waits for a collection that looks through what stays to the end
-        gc.set_threshold(700)  # Python's own
+        gc.set_threshold(700)  # small and frequent collections
         on_stuck = partial(_give_up, connection, clients)
         CoreLoop(core, inbox, connection.send, on_stuck, found, announcer, peers).run()
     except VllmxError as error:

@@ -43,7 +43,7 @@ class ChatTranscriber(Transcriber):
     """One request hears all of an audio; its text has no times."""
 
     tokens_per_s = 17.0
-    """Up to 13 of the audio, and 4 of its text."""
+    """Tokens of a second: up to 13 of the audio, and 4 of its text."""
 
     def __init__(self, builder: RequestBuilder) -> None:
         self._builder = builder
