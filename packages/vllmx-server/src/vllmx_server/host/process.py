@@ -102,7 +102,7 @@ async def serve_until_stopped(
             # All objects so far live to the end: without this, each full collection would walk them
             # and halt every stream for 15 to 30 ms.
             gc.freeze()
-            gc.set_threshold(700)  # `vllmx.cli` raised it; small and frequent collections halt nobody
+            gc.set_threshold(700)  # `vllmx.cli` raised it; frequent collections are short
             serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
             beside = asyncio.ensure_future(_serve_operators(process, operators, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
