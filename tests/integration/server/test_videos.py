@@ -221,6 +221,22 @@ def test_sizes_are_transformers() -> None:
             assert processor._sides(count, height, width, "video") == expected
 
 
+def test_opening_decodes_no_large_frame_and_few_streams() -> None:
+    """FFmpeg decodes a frame of each stream to learn its format."""
+    processor = VideoProcessor(CONFIG)
+    for size, count in ((400, 1), (16, 40)):
+        file = io.BytesIO()
+        with av.open(file, "w", format="avi") as container:
+            streams = [container.add_stream("png", rate=1) for _ in range(count)]
+            frame = av.VideoFrame.from_ndarray(np.zeros((size, size), np.uint8), format="gray")
+            for stream in streams:
+                stream.width, stream.height, stream.pix_fmt = size, size, "gray"
+            for stream in streams:
+                container.mux(stream.encode(frame) + stream.encode())
+        with pytest.raises(InvalidRequestError):
+            list(processor.measure(file.getvalue(), ImageLimits(max_pixels=100_000), "v"))
+
+
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("qwen3_vl", tmp_path, FAMILIES["qwen3_vl"].make())
     data, _ = video(13, 1)

@@ -26,8 +26,11 @@ T = TypeVar("T")
 Slices = Generator[None, None, T]
 """Work that yields behind each slice, and returns its result."""
 _FORMATS = "mov,mp4,matroska,webm,avi"
-_OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_drefs": "0"}
-"""A file must not name others."""
+_OPTIONS = {
+    **{"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_drefs": "0"},
+    "max_streams": "32",
+}
+"""A file must not name others. Opening it may decode a frame of each stream."""
 _MOST_FRAMES_S = 240
 """Frames of a second in a video that is read."""
 _MOST_PIXELS = 40_000_000_000
@@ -78,6 +81,8 @@ class VideoProcessor(QwenImages):
         self._fps = float(config.get("fps") or 2)
         self._fewest = positive(config, "min_frames", 4)
         self._most = positive(config, "max_frames", 768)
+        if config.get("cap_pixels_per_frame"):
+            raise ValueError("a cap of pixels per frame")
         if not self._fewest <= self._most or not 0 < self._fps <= _MOST_FRAMES_S:
             raise ValueError("a number of frames")
 
@@ -90,10 +95,11 @@ class VideoProcessor(QwenImages):
             most = int(limits.max_seconds * min(rate, _MOST_FRAMES_S))
             height, width = stream.height, stream.width
             total = decoded = 0
-            for number, packet in enumerate(container.demux(stream), 1):
-                decoded += packet.size > 0
-                # An edit list drops frames that others need to be decoded.
-                total += packet.size > 0 and not packet.is_discard
+            for number, packet in enumerate(container.demux(), 1):  # other streams take time too
+                if packet.stream.index == stream.index:
+                    decoded += packet.size > 0
+                    # An edit list drops frames that others need to be decoded.
+                    total += packet.size > 0 and not packet.is_discard
                 if total > most:
                     raise InvalidRequestError(
                         f"{where} is a video of more than {limits.max_seconds:g} s: cut it, or"
@@ -156,11 +162,16 @@ class VideoProcessor(QwenImages):
     def _decoded(self, fit: VideoFit, limits: ImageLimits, where: str) -> Iterator[Pixels | None]:
         """The wanted frames in order, None behind each packet. A video with fewer frames than
         packets repeats its last one."""
-        wanted, index, pixels = list(reversed(fit.numbers)), 0, 0
+        wanted, index, pixels, count = list(reversed(fit.numbers)), 0, 0, 0
         last: VideoFrame | None = None
         with _opened(fit.data, limits, where) as container:
-            for count, packet in enumerate(container.demux(video=0), 1):
-                for last in packet.decode():
+            stream = container.streams.video[0]
+            for packet in container.demux():
+                if packet.stream.index != stream.index:
+                    yield None
+                    continue
+                count += packet.size > 0
+                for last in stream.decode(packet):
                     _check_frame(last.width * last.height, limits, where)
                     while wanted and wanted[-1] == index:
                         wanted.pop()
@@ -169,7 +180,7 @@ class VideoProcessor(QwenImages):
                 if not wanted:
                     return
                 # The size may change between frames.
-                context = packet.stream.codec_context
+                context = stream.codec_context
                 pixels += context.width * context.height * (packet.size > 0)
                 _check_work(pixels, where, count, context.height, context.width)
                 yield None
@@ -191,9 +202,10 @@ def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[InputConta
             f"{where} is a video, which needs av: pip install 'vllmx[video]'", param=where
         ) from None
     try:
-        with closing(av.open(io.BytesIO(data), "r", options=_OPTIONS)) as container:
+        most = {"max_pixels": str(2 * limits.max_pixels)}  # of padded rows
+        with closing(av.open(io.BytesIO(data), "r", options=_OPTIONS | most)) as container:
             context = container.streams.video[0].codec_context
-            context.options = {"max_pixels": str(2 * limits.max_pixels)}  # of padded rows
+            context.options = most
             context.thread_count = 1
             _check_frame(context.width * context.height, limits, where)
             yield container
