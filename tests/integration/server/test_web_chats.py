@@ -396,6 +396,7 @@ def test_audio(open_tab: OpenTab, tmp_path: Path) -> None:
     picker.set_input_files(tmp_path / "two.wav")
     tab.page.locator(".composer audio").wait_for()
     tab.page.get_by_role("button", name="Record").click()
+    tab.page.wait_for_timeout(1000)  # of sound: a recording of nothing cannot be decoded
     tab.page.get_by_role("button", name="End the recording").click()
     tab.page.wait_for_function("() => document.querySelectorAll('.composer audio').length === 2")
     tab.answers_with({"content": "A tone."})
