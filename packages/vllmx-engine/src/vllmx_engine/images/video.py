@@ -27,7 +27,9 @@ Slices = Generator[None, None, T]
 """Work that yields behind each slice, and returns its result."""
 _FORMATS = "mov,mp4,matroska,webm,avi"
 _OPTIONS = {
-    **{"format_whitelist": _FORMATS, "protocol_whitelist": "pipe", "enable_drefs": "0"},
+    "format_whitelist": _FORMATS,
+    "protocol_whitelist": "pipe",
+    "enable_drefs": "0",
     "max_streams": "32",
 }
 """A file must not name others. Opening it may decode a frame of each stream."""
