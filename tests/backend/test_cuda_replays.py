@@ -134,7 +134,7 @@ def test_replays_of_prompts_compute_what_launches_do(dtype: str) -> None:
         found.append(Driver(loaded, chunk=7, overlap=True).generate(prompts, 4))
         program = loaded._program
         assert program is not None
-        assert {None, 8} <= {logits for _, logits in program._buckets}
+        assert (8 in {logits for _, logits in program._buckets}) != eager
         assert bool(len(program.graphs)) != eager
         loaded.close()
     assert found[0] == found[1]

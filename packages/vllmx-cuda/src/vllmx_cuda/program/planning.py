@@ -118,7 +118,8 @@ def load_sizes(
     _check_weights(weights.num_bytes, free, dtype, device)
     ties = ties_of(steps.ops, dtype)
     buckets = bucket_sizes(options.num_seqs) if steps.samples or ties.sends else ()
-    several = mixed_sizes(tokens) if steps.samples and not ties.receives else ()
+    captures = not options.enforce_eager and steps.samples and not ties.receives
+    several = mixed_sizes(tokens) if captures else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
