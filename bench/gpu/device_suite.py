@@ -33,7 +33,7 @@ class OnDevice(Harness):
 
 
 class TestCuda(OnDevice, BackendSuite):
-    pass
+    exact_batches = False  # cuBLASLt chooses its order of sums by the size of the product
 
 
 class TestTensorCores(OnDevice):

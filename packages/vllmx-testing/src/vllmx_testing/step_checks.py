@@ -89,15 +89,17 @@ class StepChecks(Harness):
             start += length
         np.testing.assert_array_equal(np.concatenate(got), np.concatenate([whole, last]))
 
-    def test_eager_and_recorded_give_the_same_bits(self) -> None:
+    def test_eager_and_recorded_give_the_same_answers(self) -> None:
         model, source = decoder()
         results = []
         for enforce_eager in (False, True):
             with self.loaded(model, source, enforce_eager=enforce_eager) as loaded:
                 plans = [make_plan(rows, PAGE) for rows in mixed_steps(2)]
                 results.append([all_logprobs(loaded, plan, VOCAB) for plan in plans])
+        # A recorded step may be padded to another size.
+        tolerance = 0.0 if self.exact_batches else 1e-5
         for recorded, eager in zip(*results, strict=True):
-            np.testing.assert_array_equal(recorded, eager)
+            np.testing.assert_allclose(recorded, eager, rtol=tolerance, atol=tolerance)
 
     def test_plan_arrays_may_be_reused_at_once(self) -> None:
         model, source = decoder()
