@@ -79,6 +79,7 @@ class Core:
         max_model_len=64,
         takes_images=False,
         takes_audio=False,
+        takes_videos=False,
         audio_rows=0,
         free_bytes=30,
         backend="cpu",
