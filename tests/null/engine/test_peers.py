@@ -12,7 +12,6 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_engine.core import peers as peers_module
 from vllmx_engine.core import tiered_prefixes as tiered_module
-from vllmx_engine.core import tiered_prefixes as tiered_module
 from vllmx_engine.core import tiers as tiers_module
 from vllmx_engine.core.announcer import Announcer
 from vllmx_engine.core.peers import Peers
