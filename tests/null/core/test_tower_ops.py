@@ -138,8 +138,8 @@ def test_a_pass_keeps_the_features_of_tokens_alone() -> None:
 
 
 def test_downsample() -> None:
-    """Chunks of 20 frames in three rows, of which the last holds four frames more; an audio of two
-    chunks, the second of which ends early, and a short one."""
+    """A chunk has 20 frames in three rows, with four frames in the last row. One audio has two
+    chunks and ends within the second; the other is shorter than a chunk."""
     rng = np.random.default_rng(7)
     bins, channels, frames, counts = 5, (3, 4, 2), 20, (5, 1)
     x, rows = Value(8 * bins), sum(counts)

@@ -1,4 +1,4 @@
-"""Planted faults of speculation, each of which a mixture of requests finds."""
+"""Plants faults in speculation: a mixture of requests finds each of them."""
 
 from __future__ import annotations
 
